@@ -45,16 +45,6 @@ class PastSession:
 
 
 @dataclass(frozen=True)
-class Spent:
-    """What an answer took."""
-
-    prefill_tokens: int
-    live_tokens: int  # in the cache when it was written
-    # From the request to the first token, a memory's search included; None if unknown.
-    ttft_ms: float | None
-
-
-@dataclass(frozen=True)
 class Reply:
     """One assistant message."""
 
@@ -67,7 +57,6 @@ class Reply:
     raw: str  # as generated, markers included
     message: Message  # to append to the history for the next request
     recalled: Recalled | None = None  # None: no memory is in the way, or it does not say
-    spent: Spent | None = None  # None: nobody counted
 
 
 class AgentClient(Protocol):

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Self
 
-from agentbench_kv.adapters.base import Message, PastSession, Reading, Reply, Spent
+from agentbench_kv.adapters.base import Message, PastSession, Reading, Reply
 from agentbench_kv.engines.base import Capability, KVStats
 from agentbench_kv.errors import ContextLimitError, UsageError
 from agentbench_kv.gateway.gateway import AnyGateway
-from agentbench_kv.gateway.session import Options, SessionReport, UnknownSessionError
+from agentbench_kv.gateway.session import Options, SessionReport, Spent, UnknownSessionError
 
 
 class InProcessClient:
@@ -26,6 +26,7 @@ class InProcessClient:
         self._final: SessionReport | None = None
         self._sides: list[InProcessClient] = []
         self.reading: Reading | None = None  # what past sessions took
+        self.answers: list[Spent] = []  # of this session and those beside it
 
     def __enter__(self) -> Self:
         return self
@@ -50,7 +51,8 @@ class InProcessClient:
         searched = 0.0 if recalled is None else 1000 * recalled.seconds
         ttft = None if turn.ttft_ms is None else turn.ttft_ms + searched
         spent = Spent(turn.prefill_tokens, turn.live_after, ttft)
-        return Reply(*said, found.unparsable, found.raw, found.message, recalled, spent)
+        self.answers.append(spent)
+        return Reply(*said, found.unparsable, found.raw, found.message, recalled)
 
     @property
     def forks(self) -> bool:
@@ -100,6 +102,7 @@ class InProcessClient:
         """Return a line to a new, empty session; it ends with this one at the latest."""
         name = f"{len(self._sides) + 1}|{self.session}"
         self._sides.append(InProcessClient(self._gateway, name, **vars(self._options)))
+        self._sides[-1].answers = self.answers
         if self._gateway.memories is not None:
             self._gateway.memories.share(self.session, name)
         return self._sides[-1]

@@ -108,6 +108,16 @@ class SessionReport:
         return bool(self.turns) and self.turns[-1].finish_reason == reason
 
 
+@dataclass(frozen=True)
+class Spent:
+    """What an answer took."""
+
+    prefill_tokens: int
+    live_tokens: int  # in the cache when it was written
+    # From the request to the first token, a memory's search included; None if unknown.
+    ttft_ms: float | None
+
+
 def count_phases(phases: Iterable[Phase]) -> dict[str, int]:
     """Return how many tokens each phase has, all four named."""
     counts = Counter(phases)

@@ -25,6 +25,7 @@ from agentbench_kv.engines.serving.wire import read_model
 from agentbench_kv.errors import ContextLimitError, KVBenchError
 from agentbench_kv.gateway import Gateway
 from agentbench_kv.gateway.http import BackgroundServer
+from agentbench_kv.gateway.session import Spent
 from agentbench_kv.leaderboard.evidence import (
     CUT_OFF,
     OWN,
@@ -43,7 +44,7 @@ from agentbench_kv.methods.full import Full
 from agentbench_kv.methods.spans import TurnNotes
 from agentbench_kv.results.records import Metric, TrialRecord, TrialStatus, TurnRecord
 from agentbench_kv.results.store import TrialKey
-from agentbench_kv.run.ledger import ledger
+from agentbench_kv.run.ledger import answers, ledger
 from agentbench_kv.run.trial import (
     Attempt,
     TrialSetup,
@@ -245,6 +246,9 @@ class Replay:
         scored = record.status is TrialStatus.SCORED
         turns = self._evidence.turns.get(key, [])
         spent = ledger(attempt.outcome.reading, turns, timed=scored)
+        if attempt.answers:
+            took = [Spent(turn.prefill_tokens, turn.live_after, turn.ttft_ms) for turn in turns]
+            spent |= answers(took, timed=scored)
         wrong = list(self._compare_records(key, record, again, {**again.metrics, **spent}))
         if not any(isinstance(each, Stop) for each in wrong):
             wrong += self._compare_turns(key, turn_records(sample, key[1], report))

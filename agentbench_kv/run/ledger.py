@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from agentbench_kv.adapters.base import Reading
-from agentbench_kv.gateway.session import TurnInfo
+from agentbench_kv.gateway.session import Spent, TurnInfo
 from agentbench_kv.results.records import Metric, TurnRecord
 
 
@@ -36,6 +36,16 @@ def ledger(
         "answer_tokens": generated + sum(turn.prefill_tokens for turn in later),
         "answer_s": None if asked is None or spoken is None else asked + spoken,
     }
+
+
+def answers(spent: Sequence[Spent], *, timed: bool = True) -> dict[str, Metric]:
+    """Return what answers took, those of sessions beside the trial's own too: totals and counts."""
+    found: dict[str, Metric] = {}
+    for name in ("prefill_tokens", "live_tokens", "ttft_ms"):
+        values = [getattr(each, name) for each in spent]
+        if values and None not in values and (timed or name != "ttft_ms"):
+            found |= {f"answer_{name}_total": sum(values), f"answer_{name}_count": len(values)}
+    return found
 
 
 def _decoding_ms(turn: TurnInfo | TurnRecord) -> float | None:

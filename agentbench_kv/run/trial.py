@@ -35,7 +35,7 @@ from agentbench_kv.errors import (
 )
 from agentbench_kv.gateway.client import InProcessClient
 from agentbench_kv.gateway.gateway import AnyGateway
-from agentbench_kv.gateway.session import SessionBusyError, SessionReport, TurnInfo
+from agentbench_kv.gateway.session import SessionBusyError, SessionReport, Spent, TurnInfo
 from agentbench_kv.results.records import (
     LOST,
     KVAccount,
@@ -48,7 +48,7 @@ from agentbench_kv.results.records import (
 )
 from agentbench_kv.results.store import RunDir
 from agentbench_kv.run.foresight import last_uses
-from agentbench_kv.run.ledger import ledger
+from agentbench_kv.run.ledger import answers, ledger
 from agentbench_kv.run.spec import RunSpec
 
 MAX_ATTEMPTS = 3
@@ -79,6 +79,7 @@ class Attempt:
     outcome: Outcome
     report: SessionReport
     seconds: float
+    answers: Sequence[Spent] = ()  # of a task with a past: what each took
 
 
 def play_trial(setup: TrialSetup, run: RunDir, sample: Sample, trial: int) -> TrialRecord:
@@ -135,7 +136,8 @@ def play_session(setup: TrialSetup, sample: Sample, trial: int, attempt: int = 1
     if outcome.status is not TrialStatus.SCORED and not outcome.metrics:
         # A failed trial has its parts of the score too.
         outcome = replace(outcome, metrics=dict(setup.task.nothing_right(sample)))
-    return Attempt(context, outcome, report, seconds)
+    spent = tuple(client.answers) if setup.task.remembers else ()
+    return Attempt(context, outcome, report, seconds, spent)
 
 
 def session_id(run: str, sample: str, trial: int, attempt: int) -> str:
@@ -317,6 +319,7 @@ def trial_record(sample: Sample, attempt: Attempt, transcript: str, number: int)
     # The checker's figures, and what the trial was billed if it was.
     billed = {} if report.cost is None else {"cost": report.cost}
     spent = ledger(outcome.reading, report.turns, timed=scored)
+    spent |= answers(attempt.answers, timed=scored)
     unread = [turn.unread_syntax for turn in report.turns if turn.unread_syntax]
     missed: dict[str, Metric] = {}
     if unread:

@@ -8,9 +8,8 @@ has no point in any column.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
-from agentbench_kv.adapters.base import Spent
 from agentbench_kv.adapters.locomo.abstention import abstains, resists
 from agentbench_kv.adapters.locomo.data import ABSENT, ADVERSARIAL, CATEGORIES, Question
 from agentbench_kv.adapters.locomo.disputed import Disputed
@@ -34,7 +33,6 @@ class Answered:
     sent: float | None = None  # share of its evidence in what the task sent so far
     recalled: float | None = None  # and in what a memory put before the model for this answer
     recalled_texts: int | None = None  # how many texts a memory of plain text put before the model
-    spent: Spent | None = None
     recalled_messages: float | None = None  # how many utterances that were, evidence or not
 
     def document(self, disputed: Disputed | None = None) -> dict[str, Metric]:
@@ -42,8 +40,6 @@ class Answered:
         category = self.question.category
         shown = {"evidence_sent": self.sent, "evidence_recalled": self.recalled}
         known: dict[str, Metric] = {k: value for k, value in shown.items() if value is not None}
-        if self.spent is not None:
-            known |= asdict(self.spent)
         trap = {"trap": self.question.trap} if category == ADVERSARIAL else {}
         return {
             "question": self.question.text,
@@ -91,7 +87,6 @@ def trial_metrics(
         "answered": len(answered),
         "truncated_answers": sum(each.finish_reason == "length" for each in answered),
     }
-    found |= _spent(answered)
     plain = [each for each in asked if each.category != ADVERSARIAL]
     replies = [each for each in answered if each.question.category != ADVERSARIAL]
     if plain:
@@ -146,19 +141,6 @@ def _evidence(
     texts = [each.recalled_texts for each in answered if each.recalled_texts is not None]
     if texts:
         found["recalled_texts"] = sum(texts)
-    return found
-
-
-def _spent(answered: Sequence[Answered]) -> dict[str, Metric]:
-    """Return what an answer took, on the average, where all of them say it."""
-    spent = [each.spent for each in answered if each.spent is not None]
-    if not spent or len(spent) < len(answered):
-        return {}
-    found: dict[str, Metric] = {}
-    for name in ("prefill_tokens", "live_tokens", "ttft_ms"):
-        values = [getattr(each, name) for each in spent]
-        if None not in values:
-            found |= {f"answer_{name}_total": sum(values), f"answer_{name}_count": len(values)}
     return found
 
 

@@ -338,7 +338,6 @@ class LocomoQA(Task):
             sent_share(question, spots),
             share(question, shares),
             None if recalled is None else len(recalled.texts),
-            reply.spent,
             None if shares is None else sum(shares.values()),
         )
 

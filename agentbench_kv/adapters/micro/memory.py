@@ -22,6 +22,7 @@ from agentbench_kv.adapters.base import (
     Reply,
     Sample,
     ScriptedAgent,
+    Task,
     TrialContext,
 )
 from agentbench_kv.adapters.micro.episode import Environment, Episode, ExpectedCall, UserTurn
@@ -48,6 +49,8 @@ class MicroMemory(RecallTask):
     summary = "generated past sessions, and a request that needs them"
     profile = "memory"
     remembers: ClassVar[bool] = True
+    # The new session has no tool result that a later one needs.
+    last_uses = Task.last_uses  # type: ignore[assignment]
 
     context: str = param(
         "full",
@@ -88,10 +91,6 @@ class MicroMemory(RecallTask):
 
     def script(self, sample: Sample, agent: ScriptedAgent) -> list[str]:
         return scripted(asked(self._episode(sample)), agent)
-
-    def last_uses(self, sample: Sample) -> None:  # type: ignore[override]  # noqa: ARG002
-        """Return nothing: the new session has no tool result that is needed later."""
-        return None
 
     def _kept(self, sessions: Sequence[list[Numbered]]) -> Sequence[list[Numbered]]:
         if self.context == "none":
