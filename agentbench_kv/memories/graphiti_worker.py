@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from .files import ANSWER_S, SESSION_HEADER, folder_of
+from .files import ANSWER_S, SESSION_HEADER, folder_of, is_models_doing
 
 _NEVER = datetime(1970, 1, 1, tzinfo=UTC)  # of a session that says not when it was
 
@@ -32,14 +32,16 @@ def setup(_: Any) -> dict[str, Callable[[Any], Any]]:
 
 def add(request: Any) -> dict[str, Any]:
     """Tell a bank messages as an episode; say what failed if the model's answers were of no use."""
-    import openai
+    from graphiti_core.llm_client.errors import RateLimitError
 
     args = request.args
     try:
         asyncio.run(_added(args))
-    except (openai.APIConnectionError, openai.InternalServerError):
+    except RateLimitError:
         raise
-    except Exception as error:  # noqa: BLE001  it stumbles over answers in many ways
+    except Exception as error:  # it stumbles over answers in many ways
+        if not is_models_doing(error):
+            raise
         return {"failed": f"{type(error).__name__}: {error}"}
     return {"failed": ""}
 

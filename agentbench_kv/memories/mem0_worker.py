@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Callable
 from typing import Any
 
-from .files import ANSWER_S, SESSION_HEADER, folder_of
+from .files import ANSWER_S, SESSION_HEADER, folder_of, is_models_doing
 
 _USER = "past"  # one for a bank: who said what stands in the texts
 
@@ -24,7 +24,6 @@ def setup(_: Any) -> dict[str, Callable[[Any], Any]]:
 def add(request: Any) -> dict[str, Any]:
     """Tell a bank messages; say what failed if the model did not answer as it was asked to."""
     from mem0.exceptions import LLMError
-    from openai import APIConnectionError, InternalServerError
 
     args = request.args
     told = [{"role": each["role"], "content": each["content"]} for each in args["messages"]]
@@ -33,7 +32,7 @@ def add(request: Any) -> dict[str, Any]:
     try:
         memory.add(told, user_id=_USER, metadata={"messages": args["numbers"]})
     except LLMError as error:
-        if isinstance(error.__cause__, (APIConnectionError, InternalServerError)):
+        if not is_models_doing(error.__cause__):
             raise
         return {"failed": f"{type(error).__name__}: {error}"}
     # An answer that it cannot read is nothing to it but a line in its log.

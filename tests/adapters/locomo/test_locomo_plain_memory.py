@@ -14,6 +14,7 @@ import pytest
 from agentbench_kv import environments
 from agentbench_kv.adapters.locomo.scoring import find_spec
 from agentbench_kv.environments import memory_probe
+from agentbench_kv.errors import PrerequisiteError
 from agentbench_kv.gateway.recall import _TITLE
 from agentbench_kv.results.store import RunReader
 from agentbench_kv.results.summary import summarize
@@ -33,6 +34,7 @@ class ScriptedModel(BaseHTTPRequestHandler):
     """Fills in a package's forms; to a question it says the first memory it is shown."""
 
     asked: list[dict[str, Any]]
+    down = False  # it has no time for a package's forms
 
     def log_message(self, *_: Any) -> None:
         pass
@@ -42,6 +44,9 @@ class ScriptedModel(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.down and "response_format" in body:
+            self.send_error(429)
+            return
         self.asked.append(body)
         done = memory_probe.complete(body)
         if "response_format" not in body:
@@ -66,6 +71,7 @@ FACTS = ("Ada was in Lima in session 2", "Ben did read books, first of all towns
 def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     monkeypatch.setattr(memory_probe, "FACTS", FACTS)
     handler = type("Handler", (ScriptedModel,), {"asked": []})
+    monkeypatch.setattr(ScriptedModel, "down", False)
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_address[1]}/v1", handler.asked  # type: ignore[attr-defined]
@@ -110,3 +116,25 @@ def test_a_conversation_is_told_and_asked_about(
     questions = [each for each in asked if "response_format" not in each]
     assert len(questions) == trial.metrics["questions"]
     assert all(len(each["messages"]) == 2 for each in questions)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("method", ["mem0", "graphiti"])
+def test_a_server_that_has_no_time_is_not_the_memorys_failure(
+    model: tuple[str, list[dict[str, Any]]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    method: str,
+) -> None:
+    """Else a run without any memory would be scored, its past lost as if the model were weak."""
+    state = next(each for each in environments.list_environments() if each.name == method)
+    if state.state != "ready":
+        pytest.skip(f"{method} {state.state}; {state.mend}")
+    monkeypatch.setattr(ScriptedModel, "down", True)
+    monkeypatch.setenv("KVBENCH_API_RETRIES", "0")
+    spec = RunSpec("api", f"{model[0]}#scripted", method, None, "probe/locomo", limit=1)
+    spec = resolve(spec, {"check": "off", "encoder": "hash", "batch": "0"})
+    with pytest.raises(PrerequisiteError, match="does not answer: HTTP 429"):
+        run_one(spec, tmp_path, lambda *_: None)
+    assert not any(trial.score for trial in RunReader(tmp_path / spec.id).trials())
+    assert all("response_format" in each for each in model[1])  # no question was asked
