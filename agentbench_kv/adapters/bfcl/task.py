@@ -82,7 +82,22 @@ class BfclTask(WorkerTask):
         return {}
 
 
-class MultiTurnBase(BfclTask):
+@dataclass(kw_only=True)
+class MultiTurn(BfclTask):
+    """What the four multi-turn categories share."""
+
+    # The checker goes turn by turn, so that a wrong turn decides: the same score for a fraction of
+    # the tokens, and shorter sessions than the benchmark's.
+    until: str = param(
+        "end", "when a session ends: with its last turn, or when a turn was wrong",
+        choices=("end", "decided"), rare=True,
+    )  # fmt: skip
+
+    def _line(self, context: TrialContext) -> dict[str, Any]:
+        return {**super()._line(context), "until": self.until}
+
+
+class MultiTurnBase(MultiTurn):
     """`multi_turn_base`: every function and parameter is there."""
 
     name = "bfcl/multi_turn_base"
@@ -90,7 +105,7 @@ class MultiTurnBase(BfclTask):
     categories = ("multi_turn_base",)
 
 
-class MultiTurnMissFunc(BfclTask):
+class MultiTurnMissFunc(MultiTurn):
     """`multi_turn_miss_func`: a function that is needed is shown only in a later turn."""
 
     name = "bfcl/multi_turn_miss_func"
@@ -98,7 +113,7 @@ class MultiTurnMissFunc(BfclTask):
     categories = ("multi_turn_miss_func",)
 
 
-class MultiTurnMissParam(BfclTask):
+class MultiTurnMissParam(MultiTurn):
     """`multi_turn_miss_param`: the user leaves out a parameter until asked."""
 
     name = "bfcl/multi_turn_miss_param"
@@ -106,7 +121,7 @@ class MultiTurnMissParam(BfclTask):
     categories = ("multi_turn_miss_param",)
 
 
-class MultiTurnLongContext(BfclTask):
+class MultiTurnLongContext(MultiTurn):
     """`multi_turn_long_context`: the APIs' answers are long."""
 
     name = "bfcl/multi_turn_long_context"

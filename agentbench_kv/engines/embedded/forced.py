@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
@@ -46,6 +47,7 @@ class ForcedPlay:
 
     `system` of its first tokens are the system message with its tools. With `by_token` every
     forward feeds one token of an answer, as a decode does: the same to the last bit, and slower.
+    `recorders`, one a method if any, see the events of its session.
     Raises UsageError if the model has no place for one of the methods.
     """
 
@@ -56,6 +58,7 @@ class ForcedPlay:
         system: int = 0,
         *,
         by_token: bool = False,
+        recorders: Sequence[Observer] = (),
     ) -> None:
         self._model = model
         self._longest = 1 if by_token else PREFILL_CHUNK
@@ -64,7 +67,10 @@ class ForcedPlay:
         self._log = _QueryLog(model.shape.layers)
         self._full = _Member(model, base, self._log)
         self._full.start(ForcedSession("full", base, session_pools(model, base)))
-        self._arms = [_Member(model, method) for method in methods]
+        self._arms = [
+            _Member(model, method, recorder=recorder)
+            for method, recorder in zip_longest(methods, recorders)
+        ]
         for arm in self._arms:
             arm.ledger.opens_with(system=system)
 
@@ -129,15 +135,18 @@ class ForcedPlay:
         if eviction is None:
             return
         if not member.started:
-            member.start(self._full.session.twin(member.method, member.pools, self._log))
+            first = self._full.session
+            member.start(first.twin(member.method, member.pools, self._log, member.recorder))
         member.session.compress(eviction)
 
 
 class ForcedSession(EmbeddedSession):
     """A session that is told which tokens it drew."""
 
-    def __init__(self, name: str, method: Method, pools: SessionPools) -> None:
-        super().__init__(name, _NoLabeller(), method, pools, None)
+    def __init__(
+        self, name: str, method: Method, pools: SessionPools, recorder: Observer | None = None
+    ) -> None:
+        super().__init__(name, _NoLabeller(), method, pools, recorder)
 
     def accept_given(self, token: int, phase: Phase) -> Eviction | None:
         """Add a token that was drawn; see `accept`."""
@@ -145,9 +154,11 @@ class ForcedSession(EmbeddedSession):
         self.pending.append((token, phase))
         return self.ledger.sampled()
 
-    def twin(self, method: Method, pools: SessionPools, log: _QueryLog) -> ForcedSession:
+    def twin(
+        self, method: Method, pools: SessionPools, log: _QueryLog, recorder: Observer | None
+    ) -> ForcedSession:
         """Return a session of a method that starts from this one's rows, queries and tokens."""
-        new = ForcedSession(method.label, method, pools)
+        new = ForcedSession(method.label, method, pools, recorder)
         new.cache.copy_rows(self.cache)
         if self.window is not None and new.window is not None:
             new.window.copy_rows(self.window)
@@ -167,9 +178,14 @@ class _Member:
     """One cache of a play: a session of its own from its first event on, until then a ledger."""
 
     def __init__(
-        self, model: LoadedModel, method: Method, observer: Observer | None = None
+        self,
+        model: LoadedModel,
+        method: Method,
+        observer: Observer | None = None,
+        recorder: Observer | None = None,
     ) -> None:
         self.method = method
+        self.recorder = recorder
         self.pools = session_pools(model, method)
         self._model = model
         self._observer = observer

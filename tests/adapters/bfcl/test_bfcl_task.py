@@ -224,3 +224,23 @@ def test_fifty_gold_sessions_only_grow_and_prefill_a_fifth(bfcl, play, endpoint)
             before = len(prompt) + len(text)
     assert endpoint.violations == []
     assert extended <= stateless / 5
+
+
+@engine
+@pytest.mark.parametrize("agent", ["gold", "corrupt", "null"])
+def test_until_decided_gives_the_same_verdict_for_fewer_turns(bfcl, play, endpoint, agent):
+    early = MultiTurnBase(until="decided")
+    try:
+        shorter = 0
+        for sample in SPREAD:
+            script = bfcl.script(sample, agent)
+            whole = play(sample, script, session=f"{sample.id} whole")
+            cut = play(sample, script, task=early, session=f"{sample.id} cut")
+            assert (cut.status, cut.score, cut.error) == (whole.status, whole.score, whole.error)
+            assert cut.metrics["error_type"] == whole.metrics["error_type"]
+            sent, all_sent = (endpoint.prompts[f"{sample.id} {s}"] for s in ("cut", "whole"))
+            assert sent == all_sent[: len(sent)]
+            shorter += len(sent) < len(all_sent)
+        assert shorter > 0 if agent != "gold" else shorter == 0
+    finally:
+        early.close()

@@ -11,7 +11,7 @@ The loop passes `data` from method to method; what we keep is in the handler ins
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -31,6 +31,15 @@ _NOT_AN_OBJECT = "Error during execution: the arguments are not a JSON object"
 # surface in a tool's result, so it is the same in every trial; each has a process of its own.
 NAME = "kvbench0"
 Fields = dict[str, Any]
+Check = Callable[[list[list[str]]], Fields]  # the verdict on the texts of the turns so far
+
+
+class DecidedError(Exception):
+    """The turns so far are wrong, so that the session is, whatever follows."""
+
+    def __init__(self, verdict: Fields) -> None:
+        super().__init__("the session is wrong already")
+        self.verdict = verdict
 
 
 class SessionHandler(BaseHandler):  # type: ignore[misc]  # bfcl_eval has no types
@@ -38,9 +47,13 @@ class SessionHandler(BaseHandler):  # type: ignore[misc]  # bfcl_eval has no typ
 
     function_calling = False
 
-    def __init__(self, entry: Fields, line: AgentConnection, syntax: str) -> None:
+    def __init__(
+        self, entry: Fields, line: AgentConnection, syntax: str, check: Check | None = None
+    ) -> None:
         super().__init__(NAME, 0.0, NAME, is_fc_model=self.function_calling)
         self.steps: list[Fields] = []  # one record per completion
+        self.texts: list[list[str]] = [[]]  # what the checker reads, by turn and step
+        self._check = check
         self._known = tool_names(entry)
         self._line = line
         self._turn = 0
@@ -69,6 +82,7 @@ class SessionHandler(BaseHandler):  # type: ignore[misc]  # bfcl_eval has no typ
             "usage": answer.usage,
             "results": [],
         })  # fmt: skip
+        self.texts[-1].append(shown)
         if answer.finish_reason == "context_limit":
             self._keep(answer.said)
             raise ContextFullError("the session reached the model's last position")
@@ -79,6 +93,15 @@ class SessionHandler(BaseHandler):  # type: ignore[misc]  # bfcl_eval has no typ
             "output_token": answer.usage.get("completion_tokens", 0),
         }
 
+    def _next_turn(self) -> None:
+        """Begin a turn; DecidedError if those before it are checked and wrong."""
+        if self._check is not None:
+            found = self._check(self.texts)
+            if not found["valid"]:
+                raise DecidedError(found)
+        self._turn += 1
+        self.texts.append([])
+
     def _keep(self, said: Any) -> None:
         """Append what the model said to the session."""
         raise NotImplementedError
@@ -87,8 +110,10 @@ class SessionHandler(BaseHandler):  # type: ignore[misc]  # bfcl_eval has no typ
 class RawSessionHandler(SessionHandler):
     """The raw route: every prompt extends the one before to the letter."""
 
-    def __init__(self, entry: Fields, line: AgentConnection, syntax: str) -> None:
-        super().__init__(entry, line, syntax)
+    def __init__(
+        self, entry: Fields, line: AgentConnection, syntax: str, check: Check | None = None
+    ) -> None:
+        super().__init__(entry, line, syntax, check)
         self._text = PromptText(entry["function"], syntax)
         self._tools = openai_tools(all_tools(entry))
 
@@ -107,7 +132,7 @@ class RawSessionHandler(SessionHandler):
         return data
 
     def _add_next_turn_user_message_prompting(self, data: Fields, messages: list[Fields]) -> Fields:
-        self._turn += 1
+        self._next_turn()
         self._add(messages)
         return data
 
@@ -139,8 +164,10 @@ class ChatHandler(SessionHandler):
 
     function_calling = True
 
-    def __init__(self, entry: Fields, line: AgentConnection, syntax: str) -> None:
-        super().__init__(entry, line, syntax)
+    def __init__(
+        self, entry: Fields, line: AgentConnection, syntax: str, check: Check | None = None
+    ) -> None:
+        super().__init__(entry, line, syntax, check)
         self._messages: list[Fields] = []
         self._tools: list[Fields] = []
 
@@ -162,7 +189,7 @@ class ChatHandler(SessionHandler):
         return data
 
     def _add_next_turn_user_message_FC(self, data: Fields, messages: list[Fields]) -> Fields:
-        self._turn += 1
+        self._next_turn()
         self._messages.extend(messages)
         return data
 
@@ -210,6 +237,23 @@ def verdict(
     lines = [[[to_python(c, tools) for c in calls] for calls in turn if calls] for turn in steps]
     category = entry["id"].rsplit("_", 1)[0]
     return dict(multi_turn_checker(lines, ground_truth, entry, category, NAME))
+
+
+def verdict_so_far(
+    entry: Fields, ground_truth: Sequence[Sequence[str]], texts: Sequence[Sequence[str]]
+) -> Fields:
+    """Run the official checker on the first turns alone, and forget that it ran.
+
+    It goes turn by turn and stops at the first wrong one, so turns that follow change nothing.
+    """
+    held = vars(multi_turn_utils)
+    before = set(held)
+    try:
+        return verdict(entry, ground_truth[: len(texts)], texts)
+    finally:
+        # Its simulators are globals, which the next check would go on with.
+        for key in set(held) - before:
+            del held[key]
 
 
 def answer_verdict(possible: Sequence[str], texts: Sequence[str]) -> Fields:

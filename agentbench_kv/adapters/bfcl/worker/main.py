@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,11 +26,14 @@ from ...agent_client import AgentConnection, ContextFullError
 from . import web
 from .handler import (
     ChatHandler,
+    Check,
+    DecidedError,
     RawSessionHandler,
     SessionHandler,
     answer_verdict,
     simulators,
     verdict,
+    verdict_so_far,
 )
 from .memory import backend_of, contents, prepare
 from .samples import Category, conversation_script, question_script, script, search_script
@@ -99,9 +103,12 @@ class BfclCommands:
         category, entry = self._entries[sample]
         entry = category.configured(deepcopy(entry), request.args.get("snapshot"))
         route, syntax = request.args["route"], request.args["syntax"]
-        handler = ROUTES[route](entry, _line(request), syntax)
+        check = _check(category, entry) if request.args.get("until") == "decided" else None
+        handler = ROUTES[route](entry, _line(request), syntax, check)
         try:
             texts, _ = handler.inference(entry, False, True)
+        except DecidedError as error:
+            return _report(handler, "scored", error.verdict)
         except ContextFullError as error:
             return _report(handler, "context_limit", {"error_message": str(error)})
         if is_memory_prereq(sample):
@@ -117,6 +124,10 @@ class BfclCommands:
 
     def _described(self, name: str) -> dict[str, Any]:
         return {"id": name, "scenario": self._entries[name][1].get("scenario")}
+
+
+def _check(category: Category, entry: dict[str, Any]) -> Check:
+    return partial(verdict_so_far, entry, category.truth[entry["id"]]["ground_truth"])
 
 
 def _checked(
