@@ -8,7 +8,8 @@ from typing import Any
 
 from agentbench_kv.engines.base import Engine
 from agentbench_kv.engines.text import TextEngine
-from agentbench_kv.gateway.gateway import AnyGateway, Gateway
+from agentbench_kv.gateway.base import AnyGateway
+from agentbench_kv.gateway.gateway import Gateway
 from agentbench_kv.gateway.parsing import Delta
 from agentbench_kv.gateway.session import (
     ChatResult,

@@ -9,7 +9,7 @@ from typing import Any, Self
 from agentbench_kv.adapters.base import Message, PastSession, Reading, Reply
 from agentbench_kv.engines.base import Capability, KVStats
 from agentbench_kv.errors import ContextLimitError, UsageError
-from agentbench_kv.gateway.gateway import AnyGateway
+from agentbench_kv.gateway.base import AnyGateway
 from agentbench_kv.gateway.session import Options, SessionReport, Spent, UnknownSessionError
 
 

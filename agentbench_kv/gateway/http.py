@@ -22,7 +22,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agentbench_kv.errors import KVBenchError, PrerequisiteError
-from agentbench_kv.gateway.gateway import AnyGateway
+from agentbench_kv.gateway.base import AnyGateway
 from agentbench_kv.gateway.jobs import Job, JobPool, Work
 from agentbench_kv.gateway.listening import (
     HostGuard,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from agentbench_kv.adapters.base import PastSession, Recalled
-from agentbench_kv.gateway.gateway import AnyGateway
+from agentbench_kv.gateway.base import AnyGateway
 from agentbench_kv.gateway.memory import ASIDE, Memories, Remembered
 from agentbench_kv.gateway.messages import Message, text_of
 from agentbench_kv.gateway.session import UnknownSessionError

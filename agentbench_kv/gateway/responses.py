@@ -20,7 +20,7 @@ from uuid import uuid4
 from pydantic import BaseModel, Field
 
 from agentbench_kv.errors import UsageError
-from agentbench_kv.gateway.gateway import AnyGateway
+from agentbench_kv.gateway.base import AnyGateway
 from agentbench_kv.gateway.messages import text_of, tool_call
 from agentbench_kv.gateway.parsing import Delta, Logprob
 from agentbench_kv.gateway.protocol import (

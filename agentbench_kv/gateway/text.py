@@ -20,10 +20,10 @@ from agentbench_kv.errors import (
     PrerequisiteError,
     UsageError,
 )
+from agentbench_kv.gateway.base import BaseGateway, Request
 from agentbench_kv.gateway.calls import Tools, read_calls
 from agentbench_kv.gateway.cursors import question, with_cursors
 from agentbench_kv.gateway.dropping import SessionDrops, as_text, drop_key
-from agentbench_kv.gateway.gateway import BaseGateway, Request
 from agentbench_kv.gateway.grammar import JsonFormat, ToolChoice
 from agentbench_kv.gateway.messages import Message, canonical, tool_call
 from agentbench_kv.gateway.parsing import Delta, OutputParser

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from agentbench_kv.encoders.loading import load_encoder
 from agentbench_kv.environments import python_of
 from agentbench_kv.errors import UsageError
-from agentbench_kv.gateway.gateway import AnyGateway
+from agentbench_kv.gateway.base import AnyGateway
 from agentbench_kv.gateway.http import Embedder, ServerSettings
 from agentbench_kv.gateway.recall import PlainMemories
 from agentbench_kv.memories.store import PackageStore

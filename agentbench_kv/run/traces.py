@@ -20,7 +20,7 @@ from agentbench_kv.engines.base import Capability, Generation, PhaseLabeller, Sa
 from agentbench_kv.engines.embedded.model import model_path
 from agentbench_kv.engines.scripted import ScriptedGeneration
 from agentbench_kv.gateway import Gateway
-from agentbench_kv.gateway.gateway import Request
+from agentbench_kv.gateway.base import Request
 from agentbench_kv.gateway.session import Answer, ChatResult, Session
 from agentbench_kv.methods.dropping.sidequest import SideQuest
 from agentbench_kv.methods.spans import SpanRange

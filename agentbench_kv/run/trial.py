@@ -33,8 +33,8 @@ from agentbench_kv.errors import (
     SessionFailedError,
     UsageError,
 )
+from agentbench_kv.gateway.base import AnyGateway
 from agentbench_kv.gateway.client import InProcessClient
-from agentbench_kv.gateway.gateway import AnyGateway
 from agentbench_kv.gateway.session import SessionBusyError, SessionReport, Spent, TurnInfo
 from agentbench_kv.results.records import (
     LOST,
