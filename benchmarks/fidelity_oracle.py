@@ -33,7 +33,6 @@ from agentbench_kv.engines.embedded.forced import ForcedPlay
 from agentbench_kv.engines.embedded.model import LoadedModel, load_model
 from agentbench_kv.engines.embedded.observer import Observer
 from agentbench_kv.methods.base import Method
-from agentbench_kv.run.calibration import calibrated
 from agentbench_kv.run.fidelity import fidelity_arms
 from agentbench_kv.run.recordings import Recording, record_file
 
@@ -133,7 +132,7 @@ def main() -> None:
     settings = dict(pair.split("=", 1) for pair in given.pairs)
     arms = fidelity_arms(given.method, [Budget.parse(each) for each in given.budget], settings)
     specs = [arm.spec(given.model, "oracle", "float32", "cpu") for arm in arms]
-    methods = [calibrated(spec.built_method, given.model, "cpu") for spec in specs]
+    methods = [spec.built_method for spec in specs]
     loaded = load_model(given.model, "float32", "cpu")
     plain = AutoModelForCausalLM.from_pretrained(loaded.path, dtype=torch.float32)
     lines = given.out.read_text().splitlines() if given.out.exists() else []

@@ -36,7 +36,6 @@ from agentbench_kv.engines.embedded.model import LoadedModel, load_model
 from agentbench_kv.engines.embedded.scheduler import session_pools
 from agentbench_kv.engines.embedded.session import EmbeddedSession
 from agentbench_kv.methods.full import Full
-from agentbench_kv.run.calibration import calibrated
 from agentbench_kv.run.fidelity import FidelityArm, fidelity_arms
 from agentbench_kv.run.recordings import RecordedTurn
 
@@ -81,7 +80,7 @@ def played(
 ) -> Iterator[dict[str, Any]]:
     """Read a conversation once; yield what every arm answers, then what nothing read does."""
     methods = [arm.spec(path, "probe", "bfloat16", "auto").built_method for arm in arms]
-    play = ForcedPlay(model, [calibrated(method, path, "auto") for method in methods])
+    play = ForcedPlay(model, methods)
     try:
         for _ in play.turn(asked.turn.prompt, asked.turn.answer):
             pass

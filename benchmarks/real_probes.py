@@ -38,7 +38,6 @@ from agentbench_kv.engines.embedded.session import EmbeddedSession
 from agentbench_kv.methods.base import Phase
 from agentbench_kv.methods.full import Full
 from agentbench_kv.phases.tokens import TokenCodec, load_tokenizer
-from agentbench_kv.run.calibration import calibrated
 from agentbench_kv.run.fidelity import FidelityArm, fidelity_arms
 from agentbench_kv.run.recordings import RecordedTurn, Recording, record_file
 
@@ -199,7 +198,7 @@ def played(
 ) -> Iterator[dict[str, Any]]:
     """Play a session once and yield the record of every arm and floor."""
     methods = [arm.spec(path, "probe", "bfloat16", "auto").built_method for arm in arms]
-    play = ForcedPlay(model, [calibrated(method, path, "auto") for method in methods])
+    play = ForcedPlay(model, methods)
     removed: dict[int, str] = {}
     try:
         for number, turn in enumerate(asked.turns):

@@ -62,11 +62,12 @@ def fidelity(
     from agentbench_kv.registry import load_task
     from agentbench_kv.results.fidelity import divergence
     from agentbench_kv.results.runs import RunGroup, load_run
-    from agentbench_kv.results.store import RunStore
+    from agentbench_kv.results.store import RunReader, RunStore
     from agentbench_kv.results.tables.fidelity import fidelity_tables
     from agentbench_kv.results.tables.formats import show
     from agentbench_kv.run.fidelity import fidelity_arms, play_fidelity
     from agentbench_kv.run.selfcheck import self_check
+    from agentbench_kv.run.spec import RunSpec
 
     if bool(asked["task"]) == bool(asked["source"]):
         raise UsageError("name the sessions: --task TASK, --from RUN, or --from FILE.jsonl")
@@ -77,9 +78,10 @@ def fidelity(
     with interruptible():
         chosen = {key: value for key, value in settings.items() if key in of_task}
         recordings, label, model = _recorded(asked, chosen)
-        specs = [arm.spec(model, label, asked["dtype"], asked["device"]) for arm in arms]
-        told = _say if not quiet else lambda *_: None
         of_run = asked["source"] and asked["source"].is_dir()
+        like = RunSpec(**RunReader(asked["source"]).info.spec) if of_run else None
+        specs = [arm.spec(model, label, asked["dtype"], asked["device"], like) for arm in arms]
+        told = _say if not quiet else lambda *_: None
         # In less than float32 a run's own tokens come back only if they are fed as it drew them.
         by_token = bool(of_run) and asked["dtype"] != "float32"
         about = {"sessions": label, "fed": "token by token" if by_token else "in stretches"}
@@ -97,6 +99,7 @@ def fidelity(
 
 def _recorded(asked: dict[str, Any], chosen: dict[str, str]) -> tuple[list[Recording], str, str]:
     """Return the sessions, what they are called, and the model whose tokens they are."""
+    from agentbench_kv.run.fidelity import GOLD
     from agentbench_kv.run.recordings import record_file, record_gold, record_run
 
     source, model, limit, syntax = (asked[k] for k in ("source", "model", "limit", "tool_syntax"))
@@ -106,7 +109,7 @@ def _recorded(asked: dict[str, Any], chosen: dict[str, str]) -> tuple[list[Recor
         found, model = record_run(source, limit)
         return found, f"run/{source.resolve().name}", model
     task = asked["task"]
-    return record_gold(task, model, limit, chosen, syntax), f"{task}/gold", model
+    return record_gold(task, model, limit, chosen, syntax), task + GOLD, model
 
 
 def _say(session: str, done: int, total: int) -> None:

@@ -47,11 +47,12 @@ MAX_TOKENS = 32768
 MIN_TOKENS = 256
 
 
-def identified(spec: RunSpec, *, make: bool = True) -> RunSpec:
+def identified(spec: RunSpec, *, make: bool = True, task: str | None = None) -> RunSpec:
     """Return a resolved spec with its calibration: the hash in it, the numbers in its method.
 
     A spec that names one, as a recorded one does, gets that very one. Without `make`, or where the
-    task has no text of its own, a PrerequisiteError says how to make what is missing.
+    task has no text of its own, a PrerequisiteError says how to make what is missing. `task` is
+    another one than the spec's whose sessions are played.
     """
     method = spec.built_method
     if not method.needs_calibration or _held(method) is not None:
@@ -59,7 +60,9 @@ def identified(spec: RunSpec, *, make: bool = True) -> RunSpec:
     if spec.calibration:
         found = _with_hash(spec.model, spec.calibration, method)
     else:
-        found = _fitting(_kept(spec.model), method, spec.model) or _of_task(spec, make=make)
+        found = _fitting(_kept(spec.model), method, spec.model) or _of_task(
+            spec, spec.task if task is None else task, make=make
+        )
     named = replace(spec, calibration=found.sha256)
     vars(named)["built_method"] = method.with_calibration(found.to(pick_device(spec.device)))
     return named
@@ -151,21 +154,21 @@ def calibrate_on_task(model: str, task: str, dtype: str, device: str) -> Calibra
     return make_calibration(load_model(model, dtype, device), texts, source, path)
 
 
-def _of_task(spec: RunSpec, *, make: bool) -> Calibration:
+def _of_task(spec: RunSpec, task: str, *, make: bool) -> Calibration:
     method = spec.built_method
-    found = _kept(spec.model, spec.task, spec.dtype)
+    found = _kept(spec.model, task, spec.dtype)
     if found is not None and (found.covariance is not None or not method.needs_covariance):
         return _needed(found, method)
-    if make or not own_texts(spec.task):
-        made = calibrate_on_task(spec.model, spec.task, spec.dtype, spec.device)
+    if make or not own_texts(task):
+        made = calibrate_on_task(spec.model, task, spec.dtype, spec.device)
         logger.warning(
             "calibrated model %s on %s tokens of %s (kvbench calibrate --text takes another text)",
             *(spec.model, made.meta["tokens"], made.meta["source"]),
         )
         return _needed(made, method)
     raise PrerequisiteError(
-        f"{spec.method} on {spec.task}: the id of the run depends on a calibration that is not "
-        f"made yet; make it: {_command(spec.model)} --task {spec.task} --dtype {spec.dtype}"
+        f"{spec.method} on {task}: the id of the run depends on a calibration that is not "
+        f"made yet; make it: {_command(spec.model)} --task {task} --dtype {spec.dtype}"
     )
 
 

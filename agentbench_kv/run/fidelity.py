@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +29,14 @@ from agentbench_kv.registry import load_method, make_method
 from agentbench_kv.results.records import KVAccount, TrialRecord, TrialStatus, Usage
 from agentbench_kv.results.store import RunDir, RunStore
 from agentbench_kv.results.summary import GIVEN_TOKENS, Summary, summarize
-from agentbench_kv.run.calibration import calibrated, calibration_used
+from agentbench_kv.run.calibration import calibration_used, identified
 from agentbench_kv.run.provenance import environment
 from agentbench_kv.run.recordings import RecordedTurn, Recording
 from agentbench_kv.run.runner import refuse_without_messages
 from agentbench_kv.run.spec import RunSpec
 
 PREFIX = "fidelity/"
+GOLD = "/gold"  # behind a task: its golden sessions
 Progress = Callable[[str, int, int], None]  # session, sessions done, sessions in all
 
 
@@ -47,7 +48,14 @@ class FidelityArm:
     budget: Budget | None
     settings: Mapping[str, str]
 
-    def spec(self, model: str, source: str, dtype: str, device: str) -> RunSpec:
+    def spec(
+        self, model: str, source: str, dtype: str, device: str, like: RunSpec | None = None
+    ) -> RunSpec:
+        """Return the arm's run on some sessions; `like` is the run that they are from, if any.
+
+        It names what the method is calibrated on: that run's own if it has the same method, else
+        what its user calibrated the model on, else the text of the sessions' task.
+        """
         built = make_method(self.method, self.budget, self.settings)
         if built.spans or built.offline:
             raise UsageError(f"method {built.label!r} ranks no rows of a live cache; leave it out")
@@ -58,8 +66,13 @@ class FidelityArm:
             PREFIX + source, params=built.settings(), dtype=dtype, device=device,
             max_tokens=1, concurrency=1,
         )  # fmt: skip
+        task = source.removesuffix(GOLD)
+        if like is not None:
+            task = like.task
+            if like.method == spec.method:
+                spec = replace(spec, calibration=like.calibration)
         vars(spec)["built_method"] = built
-        return spec
+        return identified(spec, task=task)
 
 
 def fidelity_arms(
@@ -122,8 +135,7 @@ def play_fidelity(
             runs.append(stack.enter_context(opened))
             _check_sessions(opened, recordings)
             opened.annotate(_provenance(model, spec, provenance))
-        methods = [calibrated(spec.built_method, spec.model, spec.device) for spec in specs]
-        arms = list(zip(runs, methods, strict=True))
+        arms = [(run, spec.built_method) for run, spec in zip(runs, specs, strict=True)]
         for done, recording in enumerate(recordings):
             missing = [
                 (run, method)

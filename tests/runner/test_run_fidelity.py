@@ -200,7 +200,16 @@ def test_sessions_of_other_tokens_are_not_mixed(tmp_path: Path) -> None:
     assert "holds another session" in str(result.exception)
 
 
-@pytest.mark.parametrize("method", ["agentkv", "snapkv", "h2o", "rkv"])
+OFTEN = ("agentkv", "snapkv", "h2o", "rkv", "triattention")  # the last one is calibrated
+NIGHTLY = (
+    *("agentkv@paper", "snapkv@kvpress", "rkv@serving", "streamingllm", "streamingllm@paper"),
+    *("tova", "keydiff", "lagkv", "expected-attention", "random"),
+)
+
+
+@pytest.mark.parametrize(
+    "method", [*OFTEN, *(pytest.param(name, marks=pytest.mark.nightly) for name in NIGHTLY)]
+)
 def test_a_run_of_ones_own_is_one_hundred_percent(tmp_path: Path, method: str) -> None:
     arm = ("--method", method, "--budget", "256", "--set", "interval=64")
     common = ("--out", str(tmp_path), *arm)
@@ -238,3 +247,21 @@ def test_what_cannot_be_played_is_said_in_one_line(
     assert result.exit_code != 0
     assert said in str(result.exception)
     assert "\n" not in str(result.exception)
+
+
+def test_another_calibration_is_another_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVBENCH_HOME", str(tmp_path / "home"))
+    text = tmp_path / "text.txt"
+    command = ("fidelity", "--task", TASK, "--limit", "1", "--method", "triattention")
+    command += ("--budget", "512", "--set", "interval=64", "--out", str(tmp_path / "runs"))
+    for words in ("The depot opens at nine. ", "Nobody ships on Sundays. "):
+        text.write_text(400 * words)
+        assert call("calibrate", "--model", "micro", "--text", str(text)).exit_code == 0
+        assert call(*command).exit_code == 0
+        assert call(*command).exit_code == 0  # the same one is found again
+    runs = load_runs([tmp_path / "runs"])[0]
+    hashes = {run.spec["calibration"] for run in runs}
+    assert len(runs) == len(hashes) == 2
+    assert all(hashes)
