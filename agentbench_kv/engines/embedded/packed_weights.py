@@ -51,8 +51,9 @@ class WideLinear(nn.Module):
 
 def has_bf16_products() -> bool:
     """Whether this machine's PyTorch multiplies bf16 through oneDNN, not element by element."""
+    onednn: Any = torch.backends.mkldnn
     known = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
-    return known is not None and torch.backends.mkldnn.is_available() and bool(known())
+    return known is not None and bool(onednn.is_available()) and bool(known())
 
 
 def can_pack() -> bool:
