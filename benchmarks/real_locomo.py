@@ -37,8 +37,9 @@ from agentbench_kv.engines.embedded.scheduler import session_pools
 from agentbench_kv.engines.embedded.session import EmbeddedSession
 from agentbench_kv.methods.full import Full
 from agentbench_kv.run.fidelity import FidelityArm, fidelity_arms
-from agentbench_kv.run.recordings import RecordedTurn
+from agentbench_kv.run.recordings import RecordedTurn, Recording
 
+AT_ONCE = 4  # questions: 32,768 rows of a 0.5B model are 0.4 GB, and every fork copies them
 _THOUGHT = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)  # no part of what is marked
 
 
@@ -61,18 +62,27 @@ def spread(dialogue: Dialogue, count: int) -> list[Question]:
 
 def prepared(dialogue: Dialogue, model: str, syntax: str, count: int) -> Asked:
     system, *said = history(dialogue).messages
-    known = (system, *said, {"role": "assistant", "content": READ})
+    read = {"role": "assistant", "content": READ}  # the task says it where nothing was read, too
     questions = spread(dialogue, count)
     last = {"role": "assistant", "content": "x"}
     sessions = [
-        ChatSession(dialogue.id, (*before, ask(each), last))
-        for before in (known, (system,))
+        ChatSession(dialogue.id, (system, *before, read, ask(each), last))
+        for before in (said, ())
         for each in questions
     ]
     found = recorded(sessions, model, syntax)
-    prompts = [each.turns[-1].prompt for each in found]
-    behind, alone = prompts[: len(questions)], prompts[len(questions) :]
-    return Asked(dialogue.id, questions, found[0].turns[0], behind, alone)
+    behind, alone = found[: len(questions)], found[len(questions) :]
+    return Asked(
+        dialogue.id, questions, found[0].turns[0],
+        [each.turns[-1].prompt for each in behind],
+        [before_answer(each) for each in alone],
+    )  # fmt: skip
+
+
+def before_answer(recording: Recording) -> Labelled:
+    """Return all that is fed before a session's last answer."""
+    *earlier, last = recording.turns
+    return [pair for turn in earlier for pair in (*turn.prompt, *turn.answer)] + [*last.prompt]
 
 
 def played(
@@ -140,7 +150,7 @@ def main() -> None:
     settings = dict(pair.split("=", 1) for pair in given.pairs)
     arms = fidelity_arms(given.method, [Budget.parse(each) for each in given.budget], settings)
     model = load_model(given.model, "bfloat16", "auto")
-    reader = Reader(model, given.answer_tokens)
+    reader = Reader(model, given.answer_tokens, AT_ONCE)
     lines = given.out.read_text().splitlines() if given.out.exists() else []
     done = {json.loads(line)["session"] for line in lines}
     for dialogue in list(load().conversations.values())[: given.limit]:

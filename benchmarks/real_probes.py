@@ -102,20 +102,25 @@ def first_change(turns: Sequence[RecordedTurn], others: Sequence[RecordedTurn]) 
 class Reader:
     """Feeds sessions of one model and draws greedily."""
 
-    def __init__(self, model: LoadedModel, tokens: int) -> None:
-        self._model, self._tokens = model, tokens
+    def __init__(self, model: LoadedModel, tokens: int, at_once: int = 64) -> None:
+        # A fork has its own copy of the rows as soon as it adds to them: so many at a time.
+        self._model, self._tokens, self._at_once = model, tokens, at_once
         self.codec = TokenCodec(load_tokenizer(model.path))
         self._end = int(self.codec.tokenizer.eos_token_id)
 
     @torch.inference_mode()
     def answers(self, source: EmbeddedSession, prompts: Sequence[Labelled]) -> list[str]:
         """Ask every question in a fork of a session."""
-        sides = [source.fork(f"q{at}", Others()) for at in range(len(prompts))]
-        try:
-            return self.drawn(sides, prompts)
-        finally:
-            for side in sides:
-                side.free()
+        found: list[str] = []
+        for first in range(0, len(prompts), self._at_once):
+            some = prompts[first : first + self._at_once]
+            sides = [source.fork(f"q{at}", Others()) for at in range(len(some))]
+            try:
+                found += self.drawn(sides, some)
+            finally:
+                for side in sides:
+                    side.free()
+        return found
 
     @torch.inference_mode()
     def answers_behind(
