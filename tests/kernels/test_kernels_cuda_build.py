@@ -30,6 +30,23 @@ def test_the_cuda_library_compiles_and_exports_every_operation(architecture, tmp
     build._compile(tools.command, output, "CUDA kernels")
     assert exported(output) >= NEEDED
     assert f"sm_{architecture}".encode() in output.read_bytes()
+    assert f".target sm_{architecture}" in embedded_ptx(output)
+
+
+def embedded_ptx(library):
+    """The PTX in a library, which a driver compiles for GPUs that are newer than it."""
+    if shutil.which("cuobjdump") is None:
+        pytest.skip("no cuobjdump on this machine to read the library's PTX")
+    command = ["cuobjdump", "--dump-ptx", str(library)]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def test_ptx_is_of_the_newest_architecture(monkeypatch):
+    monkeypatch.setattr(build.shutil, "which", lambda name: name)
+    monkeypatch.setattr(build, "_version", lambda _: "nvcc")
+    command = build._nvcc_toolchain(("100", "90")).command
+    assert "-gencode=arch=compute_100,code=compute_100" in command
+    assert "-gencode=arch=compute_90,code=sm_90" in command
 
 
 def exported(library):
