@@ -1,4 +1,4 @@
-"""What anyone with a GPU runs first: is all of it right there, and how fast is it? At most 8 minutes.
+"""What anyone with a GPU runs first: is all of it right there, and how fast? 8 minutes at most.
 
     python benchmarks/gpu_check.py [--out gpu-check] [--engine vllm] [--minutes 8]
 

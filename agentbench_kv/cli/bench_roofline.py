@@ -46,8 +46,8 @@ def roofline(hardware: str | None, model: str, as_json: bool, **options: Any) ->
     from agentbench_kv.engines.embedded.model import model_path
     from agentbench_kv.errors import UsageError
     from agentbench_kv.serving_bench import achieved
-    from agentbench_kv.serving_bench.hardware import find_hardware
     from agentbench_kv.serving_bench.hardware import document as machine_document
+    from agentbench_kv.serving_bench.hardware import find_hardware
     from agentbench_kv.serving_bench.roofline import document, read_decoder
 
     if hardware is None:

@@ -20,6 +20,7 @@ from agentbench_kv.engines.serving.engine import (
     ServingEngine,
     check_context,
     check_folder,
+    refuse_arguments,
     start_server,
 )
 from agentbench_kv.engines.serving.process import ControlClient, Launch
@@ -338,6 +339,7 @@ class SglangEngine(ServingEngine):
         named = options.device.startswith("cuda")
         gpu = named or (options.device == "auto" and pick_device("auto").type == "cuda")
         check_context(options, _CONTEXT, MARGIN)
+        refuse_arguments("sglang", options, ("dp", "pp", "tp"))
         check_folder("sglang", options, lambda facts: _unsupported(facts, options, gpu=gpu))
 
     def close(self, session: str) -> KVStats:

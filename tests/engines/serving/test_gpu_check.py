@@ -1,4 +1,4 @@
-"""`benchmarks/gpu_check.py` as far as it goes without a GPU: its checks, limits, commands, verdicts."""
+"""`benchmarks/gpu_check.py` as far as it goes without a GPU: checks, limits, commands, verdicts."""
 
 from __future__ import annotations
 
