@@ -170,6 +170,9 @@ def by_position(positions: Tensor) -> tuple[Tensor, Tensor]:
     All are [layers, kv_heads, tokens], int64; positions are distinct in every head, not negative.
     """
     layers, heads, tokens = positions.shape
+    if positions.device.type != "cpu":  # the host would wait for what it needs to know below
+        ordered, order = positions.sort(-1)
+        return ordered, order
     seen = int(positions.max()) + 1 if positions.numel() else 0
     if seen <= SPARSE * tokens:
         # Without comparisons: write every row's number at its position, and read them in order.
@@ -185,5 +188,7 @@ def by_position(positions: Tensor) -> tuple[Tensor, Tensor]:
 
 def ascending_rows(rows: Tensor, tokens: int) -> Tensor:
     """Sort distinct rows [layers, kv_heads, n], int64, below `tokens`."""
+    if rows.device.type != "cpu":
+        return rows.sort(-1).values
     marks = torch.zeros((*rows.shape[:2], tokens), dtype=torch.bool, device=rows.device)
     return marks.scatter_(-1, rows, True).nonzero()[:, -1].reshape(rows.shape)

@@ -94,6 +94,9 @@ class Launched:
     def select_top(self, scores: Tensor, budget: int, *_: Any) -> Tensor:
         return torch.empty((*scores.shape[:-1], budget), dtype=torch.int64, device=scores.device)
 
+    def similarity_column_mean(self, keys: Tensor, _: float) -> Tensor:
+        return torch.empty(keys.shape[:2], device=keys.device)
+
     def compact_paged(self, tensors: Any, table: Tensor, kept: Tensor, *_: Any) -> Tensor:
         assert len(table) == len(kept)
         assert len(tensors)
@@ -169,7 +172,16 @@ def forward(worker: DeviceWorker, decode: bool, rows: int, indices: Tensor) -> N
 
 
 @pytest.mark.usefixtures("no_waiting")
-@pytest.mark.parametrize(("name", "settings"), [("agentkv", {}), ("snapkv", {"window": 8})])
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("agentkv", {}),
+        ("snapkv", {"window": 8}),
+        ("rkv", {"window": 8}),
+        ("streamingllm", {}),
+        ("agentkv", {"kept_set": "per_layer"}),
+    ],
+)
 @pytest.mark.parametrize("page", [1, 16])
 def test_no_step_waits_for_the_device(name: str, settings: dict[str, Any], page: int) -> None:
     method = make_method(name, 16, {"interval": 3, **settings})
