@@ -432,7 +432,7 @@ class Method:
         positions, orders = by_position(moment.positions)
         scores = []
         for i, (view, order) in enumerate(zip(layers, orders, strict=True)):
-            # On a GPU the host would wait for the answer; rows in order are then sorted for nothing.
+            # On a GPU the host would wait for the answer: there, rows in order are sorted, too.
             looks = self.ordered and order.device.type == "cpu"
             sorts = self.ordered and not (looks and bool((order[:, 1:] > order[:, :-1]).all()))
             found = self._score_layer(view, queries[i], order if sorts else None, moment, i)
