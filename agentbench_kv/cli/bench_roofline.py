@@ -12,7 +12,7 @@ from agentbench_kv.cli import options as opt
 if TYPE_CHECKING:
     from agentbench_kv.serving_bench.achieved import Achieved
     from agentbench_kv.serving_bench.hardware import Hardware
-    from agentbench_kv.serving_bench.roofline import Decoder, Limit, Work
+    from agentbench_kv.serving_bench.roofline import Decoder, Limit, StepWork
 
 WEIGHTS = ("float32", "float16", "bfloat16", "float8")
 CACHES = (*WEIGHTS, "int8", "int4")
@@ -128,7 +128,7 @@ def _achieved_row(
 
 
 def _row(
-    what: str, sessions: float, live: float, work: Work, limit: Limit, tokens: float
+    what: str, sessions: float, live: float, work: StepWork, limit: Limit, tokens: float
 ) -> dict[str, Any]:
     return {
         "what": what,

@@ -65,7 +65,7 @@ class Decoder:
 
 
 @dataclass(frozen=True)
-class Work:
+class StepWork:
     """What there is to move and to compute."""
 
     bytes: float
@@ -100,7 +100,7 @@ def decode_step(
     dtype: str,
     kv_dtype: str,
     read: float | None = None,
-) -> Work:
+) -> StepWork:
     """Count one decoded token of each of some sessions.
 
     Parameters
@@ -121,17 +121,17 @@ def decode_step(
     written = len(decoder.windows) * decoder.kv_elements * BYTES[kv_dtype]
     weights = decoder.weights(sessions) + decoder.head
     flops = 2 * (decoder.active + decoder.head) + 4 * decoder.q_width * attended
-    return Work(weights * BYTES[dtype] + sessions * (read + written), sessions * flops)
+    return StepWork(weights * BYTES[dtype] + sessions * (read + written), sessions * flops)
 
 
-def prefill(decoder: Decoder, tokens: int, *, dtype: str, kv_dtype: str) -> Work:
+def prefill(decoder: Decoder, tokens: int, *, dtype: str, kv_dtype: str) -> StepWork:
     """Count a prompt of so many tokens read in one pass, whose last one is sampled from."""
     pairs = sum(_pairs(tokens, window) for window in decoder.windows)
     rows = 2 * tokens * len(decoder.windows)  # written, and read by attention
     weights = decoder.weights(tokens) + decoder.head
     flops = 2 * tokens * decoder.active + 2 * decoder.head + 4 * decoder.q_width * pairs
     moved = weights * BYTES[dtype] + rows * decoder.kv_elements * BYTES[kv_dtype]
-    return Work(moved, flops)
+    return StepWork(moved, flops)
 
 
 def _pairs(tokens: int, window: int) -> int:

@@ -26,7 +26,7 @@ from agentbench_kv.serving_bench.measurements import (
 )
 from agentbench_kv.serving_bench.roofline import (
     Decoder,
-    Work,
+    StepWork,
     _pairs,
     decode_step,
     prefill,
@@ -300,5 +300,5 @@ def test_a_load_test_has_a_row_for_each_load(tmp_path: Path) -> None:
 
 def test_work_that_computes_more_than_it_moves_is_bound_by_it() -> None:
     machine = hardware.Hardware("m", 1.0, {"float32": 10.0}, "s")
-    assert Work(1.0, 100.0).limit(machine, "float32").bound == "compute"
-    assert Work(1.0, 100.0).limit(machine, "float32").seconds == 10.0
+    assert StepWork(1.0, 100.0).limit(machine, "float32").bound == "compute"
+    assert StepWork(1.0, 100.0).limit(machine, "float32").seconds == 10.0

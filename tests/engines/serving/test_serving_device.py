@@ -315,7 +315,7 @@ def test_rings_grow_only_when_forwards_are_over() -> None:
 
 
 def test_staging_is_as_large_as_the_requests_and_made_before_the_pool() -> None:
-    shape = RowShape(3, 4, 2, 8, torch.float32, torch.device("cpu"))
+    shape = RowShape(3, 4, 2, 8, torch.float32, torch.device("meta"))
     worker = DeviceWorker(policy_of(make_method("agentkv", 64)), shape, torch.ones(4), 32)
     assert not hasattr(worker, "pool")
     assert worker._staged is not None

@@ -36,6 +36,18 @@ class Impl:
 
     scale = DIM**-0.5
 
+    def forward(self, layer: Any, query: Any, *words: Any) -> tuple[Any, ...]:
+        return "attended", layer.layer_name, len(query), *words
+
+
+class Builder:
+    """Stands for what makes an attention backend's metadata."""
+
+    kv_cache_spec = SimpleNamespace(sliding_window=None)
+
+    def build(self, prefix: int, common: Any, fast: bool = False) -> tuple[Any, ...]:
+        return prefix, common, fast
+
 
 class Runner:
     """Stands for vLLM's model runner: notes what there was when it was asked to profile."""
@@ -81,14 +93,18 @@ class Runner:
 
 def stand_ins() -> dict[str, ModuleType]:
     """Modules with the names that the plug-in imports from vLLM, on a machine with a GPU."""
-    base = {"Backend": type("Backend", (), {}), "Impl": Impl, "Builder": type("Builder", (), {})}
+    backends = {
+        f"{name.lower()}_attn": {
+            f"{name}AttentionBackend": type("Backend", (), {}),
+            f"{name}AttentionImpl": type(f"{name}Impl", (Impl,), {}),
+            f"{name}AttentionMetadataBuilder": type("Builder", (Builder,), {}),
+        }
+        for name in ("Flash", "Triton")
+    }
     found = {
         "vllm": {},
         "vllm.platforms": {"current_platform": SimpleNamespace(is_cpu=lambda: False)},
-        "vllm.v1.attention.backends.flash_attn": {
-            "FlashAttentionBackend": base["Backend"], "FlashAttentionImpl": Impl,
-            "FlashAttentionMetadataBuilder": base["Builder"],
-        },
+        "vllm.v1.attention.backends": {k: SimpleNamespace(**v) for k, v in backends.items()},
         "vllm.v1.worker.gpu_model_runner": {"GPUModelRunner": Runner},
         "vllm.v1.worker.gpu_worker": {"Worker": type("Worker", (), {})},
         "vllm.v1.kv_cache_interface": {
@@ -116,6 +132,12 @@ def plugin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         sys.modules.pop(name, None)
 
 
+def flash(_plugin: Any) -> type:
+    attention = sys.modules[f"{PLUGIN}.attention"]
+    impl: type = attention.CapturingFlash.get_impl_cls()  # type: ignore[attr-defined]
+    return impl
+
+
 def made(plugin: Any, impl: type, method: str, folder: Path) -> Any:
     policy = BackendPolicy(make_method(method, 64), MICRO, folder / "socket")
     layers = [
@@ -136,7 +158,7 @@ def cache_of(names: list[str]) -> Any:
 def test_queries_have_their_memory_before_the_cache_is_sized(
     plugin: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner, path = made(plugin, plugin.CapturingImpl, "agentkv", tmp_path)
+    runner, path = made(plugin, flash(plugin), "agentkv", tmp_path)
     monkeypatch.setenv(VARIABLE, str(path))
     runner.profile_run()
     assert runner.profiled == [(8, 5)]  # rows of static buffers, sessions with rings
@@ -155,23 +177,44 @@ def test_a_backend_that_bypasses_ours_is_refused_in_a_line(
     plugin: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = type("FlashInferImpl", (Impl,), {})
-    runner, path = made(plugin, other, "agentkv", tmp_path)
-    monkeypatch.setenv(VARIABLE, str(path))
-    with pytest.raises(ValueError, match="FlashInferImpl shows no queries; use another") as caught:
-        runner.profile_run()
-    assert "attention-backend=FLASH_ATTN" in str(caught.value)
-    assert "\n" not in str(caught.value)
-    # Methods that look at no queries do not care.
-    runner, path = made(plugin, other, "streamingllm", tmp_path)
+    for method in ("agentkv", "streamingllm"):
+        runner, path = made(plugin, other, method, tmp_path)
+        monkeypatch.setenv(VARIABLE, str(path))
+        with pytest.raises(ValueError, match="FlashInferImpl shows no queries") as caught:
+            runner.profile_run()
+        assert "attention-backend=FLASH_ATTN" in str(caught.value)
+        assert "\n" not in str(caught.value)
+    # What evicts nothing may be attended to by anybody.
+    runner, path = made(plugin, other, "full-constrained", tmp_path)
     monkeypatch.setenv(VARIABLE, str(path))
     runner.profile_run()
+
+
+@pytest.mark.parametrize("backend", ["CapturingFlash", "CapturingTriton"])
+def test_both_backends_of_a_gpu_go_through_ours(backend: str, plugin: Any) -> None:
+    attention: Any = sys.modules[f"{PLUGIN}.attention"]
+    ours = getattr(attention, backend)
+    # vLLM finds a class by its module and its name.
+    assert getattr(sys.modules[ours.__module__], ours.__qualname__) is ours
+    seen: list[tuple[str, int]] = []
+    plugin.CAPTURE.see = lambda name, query: seen.append((name, len(query)))
+    layer = SimpleNamespace(layer_name="layers.2")
+    found = ours.get_impl_cls()().forward(layer, torch.zeros(7, HEADS, DIM), "k", "v")
+    assert found == ("attended", "layers.2", 7, "k", "v")
+    assert seen == [("layers.2", 7)]
+    assert issubclass(ours.get_impl_cls(), plugin.CapturingImpl)
+    builder = ours.get_builder_cls()()
+    assert builder.build(0, "batch", True) == (0, "batch", True)
+    builder.kv_cache_spec = SimpleNamespace(sliding_window=128)
+    attention.LOGICAL.put_into = lambda common: f"logical {common}"
+    assert builder.build(0, "batch") == (0, "logical batch", False)
 
 
 @pytest.mark.parametrize("kind", ["data", "pipeline"])
 def test_parallel_workers_are_refused(
     kind: str, plugin: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner, path = made(plugin, plugin.CapturingImpl, "agentkv", tmp_path)
+    runner, path = made(plugin, flash(plugin), "agentkv", tmp_path)
     monkeypatch.setenv(VARIABLE, str(path))
     setattr(runner.vllm_config.parallel_config, f"{kind}_parallel_size", 2)
     with pytest.raises(ValueError, match=f"does not support {kind} parallelism"):
@@ -181,7 +224,7 @@ def test_parallel_workers_are_refused(
 def test_a_cache_of_8_bits_and_attention_in_chunks_are_refused(
     plugin: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner, path = made(plugin, plugin.CapturingImpl, "agentkv", tmp_path)
+    runner, path = made(plugin, flash(plugin), "agentkv", tmp_path)
     monkeypatch.setenv(VARIABLE, str(path))
     for name, value, said in (
         ("dtype", torch.float8_e4m3fn, "a quantised KV cache"),

@@ -101,8 +101,9 @@ class DeviceWorker:
             shape = self.shape
             size = (shape.layers, requests + 1, shape.q_heads, shape.head_dim)
             self._staged = torch.zeros(size, dtype=shape.dtype, device=shape.device)
-        # Half of the requests run at once (`engine.flags`); the others are sessions at rest.
-        self.rows.rings.reserve(-(-requests // 2))
+        if self.shape.device.type != "cpu":
+            # Half of the requests run at once (`engine.flags`); the others are sessions at rest.
+            self.rows.rings.reserve(-(-requests // 2))
 
     def wait_for_forward(self) -> None:
         """Let what follows on the device wait for the forward that may still run."""

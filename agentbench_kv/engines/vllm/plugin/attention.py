@@ -1,4 +1,4 @@
-"""The platform's attention backend, showing its queries to the rings that a method keeps.
+"""The platform's attention backends, showing their queries to the rings that a method keeps.
 
 Layers with a window evict nothing: they go by logical lengths where the others go by physical ones.
 """
@@ -13,18 +13,6 @@ from vllm.platforms import current_platform
 
 from agentbench_kv.engines.core.rings import as_methods_see
 from agentbench_kv.engines.vllm.plugin.capture import QueryCapture
-
-if current_platform.is_cpu():
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend as BaseBackend
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl as BaseImpl
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadataBuilder as BaseBuilder
-else:
-    from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend as BaseBackend
-    from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl as BaseImpl
-    from vllm.v1.attention.backends.flash_attn import (
-        FlashAttentionMetadataBuilder as BaseBuilder,
-    )
-
 
 # The worker's own; vLLM creates attention objects itself, so they find it here.
 CAPTURE = QueryCapture()
@@ -69,32 +57,65 @@ class LogicalLengths:
 LOGICAL = LogicalLengths()
 
 
-class WindowBuilder(BaseBuilder):
-    """Gives layers with a window their logical lengths."""
+class WindowBuilder:
+    """Gives layers with a window their logical lengths; before a builder of vLLM's."""
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> Any:
-        if getattr(self.kv_cache_spec, "sliding_window", None) is not None:
+        builder: Any = super()
+        if getattr(getattr(self, "kv_cache_spec", None), "sliding_window", None) is not None:
             common_attn_metadata = LOGICAL.put_into(common_attn_metadata)
-        return super().build(common_prefix_len, common_attn_metadata, fast_build)
+        return builder.build(common_prefix_len, common_attn_metadata, fast_build)
 
 
-class CapturingImpl(BaseImpl):
-    """Shows every forward's queries, post-RoPE, to `CAPTURE`."""
+class CapturingImpl:
+    """Shows every forward's queries, post-RoPE, to `CAPTURE`; before a class of vLLM's."""
+
+    scale: float
 
     def forward(self, layer: Any, query: Any, *args: Any, **kwargs: Any) -> Any:
         CAPTURE.see(layer.layer_name, as_methods_see(query, self.scale))
-        return super().forward(layer, query, *args, **kwargs)
+        attention: Any = super()
+        return attention.forward(layer, query, *args, **kwargs)
 
 
-class CapturingBackend(BaseBackend):
-    """The backend that `CapturingImpl` belongs to."""
+def capturing(name: str, backend: Any, impl: Any, builder: Any) -> Any:
+    """Return a backend of vLLM's whose parts go through ours.
 
-    @staticmethod
-    def get_impl_cls() -> type[CapturingImpl]:
-        return CapturingImpl
+    `name` is the one it has in this module, by which vLLM looks it up.
+    """
+    ours = type(f"Capturing{impl.__name__}", (CapturingImpl, impl), {})
+    windows = type(f"Window{builder.__name__}", (WindowBuilder, builder), {})
+    parts = {
+        "get_impl_cls": staticmethod(lambda: ours),
+        "get_builder_cls": staticmethod(lambda: windows),
+    }
+    return type(name, (backend,), parts)
 
-    @staticmethod
-    def get_builder_cls() -> type[WindowBuilder]:
-        return WindowBuilder
+
+if current_platform.is_cpu():
+    from vllm.v1.attention.backends import cpu_attn
+
+    CapturingCpu = capturing(
+        "CapturingCpu",
+        cpu_attn.CPUAttentionBackend,
+        cpu_attn.CPUAttentionBackendImpl,
+        cpu_attn.CPUAttentionMetadataBuilder,
+    )
+else:
+    from vllm.v1.attention.backends import flash_attn, triton_attn
+
+    CapturingFlash = capturing(
+        "CapturingFlash",
+        flash_attn.FlashAttentionBackend,
+        flash_attn.FlashAttentionImpl,
+        flash_attn.FlashAttentionMetadataBuilder,
+    )
+    # FlashAttention takes no float32, in which engines are held to be exact.
+    CapturingTriton = capturing(
+        "CapturingTriton",
+        triton_attn.TritonAttentionBackend,
+        triton_attn.TritonAttentionImpl,
+        triton_attn.TritonAttentionMetadataBuilder,
+    )

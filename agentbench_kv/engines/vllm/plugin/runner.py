@@ -29,7 +29,6 @@ from agentbench_kv.engines.vllm.plugin.launch import (
     register,
 )
 from agentbench_kv.kernels.layout import PagedRows
-from agentbench_kv.methods.base import QueryKind
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner as BaseRunner
@@ -214,12 +213,12 @@ class EvictingRunner(BaseRunner):
 
     def _kvbench_connect(self, policy: BackendPolicy, layers: list[Any]) -> None:
         """Begin with a method; on a GPU, make all that it keeps of queries."""
-        wants_queries = policy.method.query_plan().kind is not QueryKind.NONE
-        if wants_queries and not all(isinstance(layer.impl, CapturingImpl) for layer in layers):
-            name = type(layers[0].impl).__name__
+        others = [each for each in layers if not isinstance(each.impl, CapturingImpl)]
+        if policy.method.compresses and others:
             raise ValueError(
-                f"kvbench: {name} shows no queries; use another attention backend (--engine-arg "
-                "attention-backend=FLASH_ATTN)"
+                f"kvbench: {type(others[0].impl).__name__} shows no queries, and which lengths it "
+                "goes by is not known; use another attention backend (--engine-arg "
+                "attention-backend=FLASH_ATTN, or TRITON_ATTN in float32)"
             )
         heads, kv_heads = layers[0].num_heads, layers[0].num_kv_heads
         head_dim = layers[0].head_size
