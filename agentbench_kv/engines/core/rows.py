@@ -96,6 +96,9 @@ class StoredLayer(LayerView):
     An event takes memory outside the pool, so no more of it than one layer's rows at a time.
     """
 
+    _keys: Callable[[], Tensor]
+    _values: Callable[[], Tensor]
+
     def __init__(self, store: RowStore, layer: int, positions: Tensor, sums: Tensor | None) -> None:
         for name, value in (("positions", positions), ("sums", sums)):
             object.__setattr__(self, name, value)
@@ -103,12 +106,12 @@ class StoredLayer(LayerView):
         object.__setattr__(self, "_values", partial(store.values, layer))
 
     @property
-    def keys(self) -> Tensor:  # type: ignore[override]
-        return self._keys()  # type: ignore[attr-defined, no-any-return]
+    def keys(self) -> Tensor:
+        return self._keys()
 
     @property
-    def values(self) -> Tensor:  # type: ignore[override]
-        return self._values()  # type: ignore[attr-defined, no-any-return]
+    def values(self) -> Tensor:
+        return self._values()
 
 
 @dataclass(frozen=True)

@@ -115,7 +115,8 @@ def test_commands_are_judged_by_their_exit(tmp_path: Path) -> None:
 def test_every_command_is_one_of_ours(tmp_path: Path) -> None:
     """Options that were renamed would show on somebody's GPU only."""
     found = stages(list(gpu_check.ENGINES), tmp_path)
-    assert sum(stage.limit_s for stage in found[:2]) <= 180
+    checks = [each for each in found if "selftest" in each.name or "against" in each.name]
+    assert sum(each.limit_s for each in checks) <= 6 * 60
     checked = 0
     for stage in found:
         words = getattr(stage.run, "args", ())[1:2]

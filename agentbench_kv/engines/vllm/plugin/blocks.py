@@ -218,8 +218,8 @@ class PackedStore:
     def _write(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Pack a layer's rows into the session's first blocks."""
         count = -(-keys.shape[1] // self._size)
-        parts = (_split(part, count, self._size) for part in (keys, values))
-        self._caches[layer][self._blocks[:count]] = pack_tiles(*parts, self._isa)
+        keys, values = (_split(part, count, self._size) for part in (keys, values))
+        self._caches[layer][self._blocks[:count]] = pack_tiles(keys, values, self._isa)
 
 
 def paged_rows(caches: Sequence[Tensor]) -> tuple[PagedRows, PagedRows]:
