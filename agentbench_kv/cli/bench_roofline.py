@@ -87,7 +87,7 @@ def _predicted(
 ) -> list[dict[str, Any]]:
     from agentbench_kv.serving_bench.roofline import decode_step, prefill
 
-    kinds = {"dtype": dtype, "kv_dtype": options["kv_dtype"] or dtype}
+    kinds: dict[str, Any] = {"dtype": dtype, "kv_dtype": options["kv_dtype"] or dtype}
     rows = []
     for tokens in options["prompt"]:
         work = prefill(decoder, tokens, **kinds)

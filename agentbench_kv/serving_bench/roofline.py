@@ -43,7 +43,8 @@ class Decoder:
         """Return how many experts of a layer some tokens meet together, if they choose evenly."""
         if not self.experts:
             return 0.0
-        return self.experts * (1 - (1 - self.chosen / self.experts) ** tokens)
+        missed = float((1 - self.chosen / self.experts) ** tokens)
+        return self.experts * (1 - missed)
 
     def weights(self, tokens: float) -> float:
         """Return the elements that have to be read for some tokens, the output matrix apart."""
@@ -150,41 +151,51 @@ def read_decoder(path: Path) -> Decoder:
     attention = hidden * (2 * q_width + 2 * kv_width)
     matrices = 2 if facts.family in _UNGATED else 3
     dense = matrices * hidden * int(config.get("intermediate_size") or 4 * hidden)
-    mixed = _experts(config, hidden, matrices, layers)
-    expert_layers = mixed.pop("expert_layers")
-    beside = mixed.pop("beside")
+    mixture = _mixture(config, hidden, matrices, layers)
+    dense_layers, own = layers - mixture.layers, mixture.layers * mixture.beside
     return Decoder(
         *(path.name, facts.windows or (0,) * layers, q_width, kv_width),
-        common=layers * attention + (layers - expert_layers) * dense + expert_layers * beside,
+        common=layers * attention + dense_layers * dense + own,
         head=hidden * int(config["vocab_size"]),
-        expert_layers=expert_layers,
-        **mixed,
+        expert=mixture.expert,
+        experts=mixture.experts,
+        chosen=mixture.chosen,
+        expert_layers=mixture.layers,
     )
 
 
-def _experts(config: Mapping[str, Any], hidden: int, matrices: int, layers: int) -> dict[str, int]:
-    """Return what a mixture of experts has in each of its layers; zeros of a dense model."""
+@dataclass(frozen=True)
+class Mixture:
+    """What a mixture of experts has in each of its layers; zeros of a dense model."""
 
+    layers: int = 0
+    expert: int = 0  # elements of one expert
+    experts: int = 0
+    chosen: int = 0
+    beside: int = 0  # elements of the router and of experts that every token meets
+
+
+def _mixture(config: Mapping[str, Any], hidden: int, matrices: int, layers: int) -> Mixture:
     def number(*names: str) -> int:
         return next((int(config[name]) for name in names if config.get(name)), 0)
 
     experts = number("num_experts", "num_local_experts", "n_routed_experts")
     if not experts:
-        return dict.fromkeys(("expert", "experts", "chosen", "expert_layers", "beside"), 0)
+        return Mixture()
     width = number("moe_intermediate_size", "intermediate_size")
-    shared = number("shared_expert_intermediate_size") or (number("n_shared_experts") * width)
+    shared = number("shared_expert_intermediate_size") or number("n_shared_experts") * width
     step, dense_only = number("decoder_sparse_step") or 1, config.get("mlp_only_layers") or ()
     first = number("first_k_dense_replace")
     sparse = [
         i for i in range(layers) if i >= first and i not in dense_only and (i + 1) % step == 0
     ]
-    return {
-        "expert": matrices * hidden * width,
-        "experts": experts,
-        "chosen": number("num_experts_per_tok", "experts_per_token"),
-        "expert_layers": len(sparse),
-        "beside": hidden * experts + matrices * hidden * shared,  # the router, shared experts
-    }
+    return Mixture(
+        layers=len(sparse),
+        expert=matrices * hidden * width,
+        experts=experts,
+        chosen=number("num_experts_per_tok", "experts_per_token"),
+        beside=hidden * experts + matrices * hidden * shared,
+    )
 
 
 def document(decoder: Decoder) -> dict[str, Any]:

@@ -134,14 +134,14 @@ class Runtime:
 
 def planned_shape(runner: Any) -> RowShape:
     """Return what SGLang's cache will be like, before it is there."""
-    config, index = runner.model_config, runner.gpu_id if runner.device == "cuda" else None
+    config, gpu = runner.model_config, runner.device == "cuda"
     return RowShape(
         runner.num_effective_layers,
         config.num_attention_heads,
         config.get_num_kv_heads(1),
         config.head_dim,
         runner.kv_cache_dtype,
-        torch.device(runner.device, index),
+        torch.device(f"cuda:{runner.gpu_id}" if gpu else runner.device),
     )
 
 
