@@ -149,7 +149,7 @@ def _row(
 def _line(row: dict[str, Any]) -> str:
     speed, share = row["achieved_tokens_per_s"], row["share_of_limit"]
     cells = (
-        row["what"], f"{row['sessions']:g}", f"{row['live']:,.0f}", f"{row['bytes'] / 1e9:,.3f}",
+        row["what"], f"{row['sessions']:.3g}", f"{row['live']:,.0f}", f"{row['bytes'] / 1e9:,.3f}",
         f"{row['flops'] / 1e9:,.2f}", f"{row['memory_s'] * 1e3:,.3f}",
         f"{row['compute_s'] * 1e3:,.3f}", row["bound_by"], f"{row['limit_tokens_per_s']:,.0f}",
         "" if speed is None else f"{speed:,.1f}", "" if share is None else f"{share:.1%}",
