@@ -29,8 +29,12 @@ from agentbench_kv.engines.embedded.packed_weights import PackedLinear
 from agentbench_kv.methods.base import Phase
 from agentbench_kv.registry import make_method
 from agentbench_kv.run.provenance import hardware
-
-GIB = 1 << 30
+from agentbench_kv.serving_bench.hardware import (
+    copy_speed,
+    product_speed,
+    read_speed,
+    seconds,
+)
 
 
 @dataclass(frozen=True)
@@ -53,17 +57,6 @@ class Work:
     width: int  # of all query heads together
 
 
-def seconds(work: Callable[[], object], repeats: int) -> float:
-    """Return the median time of some work, after one unmeasured time."""
-    work()
-    times = []
-    for _ in range(repeats):
-        began = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - began)
-    return statistics.median(times)
-
-
 def linear_layers(model: torch.nn.Module) -> list[Any]:
     """Return the linear layers, packed or not, that every token meets: all but the last."""
     head = model.get_output_embeddings()  # type: ignore[operator]
@@ -73,19 +66,12 @@ def linear_layers(model: torch.nn.Module) -> list[Any]:
 
 def measure_limits(model: torch.nn.Module, dtype: torch.dtype, rows: int, repeats: int) -> Limits:
     """Measure reading, copying and the model's largest matrix product."""
-    source = torch.ones(GIB // 4)
-    target = torch.empty_like(source)
-    read = GIB / seconds(source.sum, repeats)
-    copied = 2 * GIB / seconds(lambda: target.copy_(source), repeats)
-    shapes = [(each.out_features, each.in_features) for each in linear_layers(model)]
-    largest = torch.randn(max(shapes, key=lambda shape: shape[0] * shape[1])).to(dtype)
-    inputs = torch.randn(rows, largest.shape[1]).to(dtype)
-    with torch.inference_mode():
-        spent = seconds(lambda: torch.nn.functional.linear(inputs, largest), repeats)
-        # A small model's products are too short to show what the machine can do.
-        square = torch.randn(2048, 2048).to(dtype)
-        alone = seconds(lambda: square @ square, repeats)
-    return Limits(read, copied, max(2 * rows * largest.numel() / spent, 2 * 2048**3 / alone))
+    shapes = [(each.in_features, each.out_features) for each in linear_layers(model)]
+    inner, outer = max(shapes, key=lambda shape: shape[0] * shape[1])
+    # A small model's products are too short to show what the machine can do.
+    products = [(rows, inner, outer), (2048, 2048, 2048)]
+    multiplied = max(product_speed(dtype, shape, repeats) for shape in products)
+    return Limits(read_speed(repeats), copy_speed(repeats), multiplied)
 
 
 def work_of(model: torch.nn.Module) -> Work:

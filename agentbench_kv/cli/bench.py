@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from agentbench_kv.cli.bench_roofline import roofline
 from agentbench_kv.cli.bench_serving import serving
 from agentbench_kv.cli.options import NATURAL, POSITIVE, json_option, local, option, print_json
 
@@ -37,6 +38,7 @@ def bench() -> None:
 
 
 bench.add_command(serving)
+bench.add_command(roofline)
 
 
 @bench.command()

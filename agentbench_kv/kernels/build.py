@@ -158,6 +158,9 @@ def _nvcc_toolchain(architectures: tuple[str, ...]) -> Toolchain:
     if nvcc is None:
         raise PrerequisiteError("nvcc not found; install the CUDA toolkit or set CUDA_HOME")
     targets = [f"-gencode=arch=compute_{each},code=sm_{each}" for each in architectures]
+    # PTX too, which the driver compiles for a newer GPU: a cache may be shared with one.
+    newest = max(architectures, key=int)
+    targets.append(f"-gencode=arch=compute_{newest},code=compute_{newest}")
     flags = ("-std=c++17", "-O3", "-Xcompiler=-fPIC", "-shared", *targets)
     command = (nvcc, *flags, *_extra_flags(), str(SOURCES / "kvbench.cu"))
     return Toolchain("cuda", command, f"{_version(nvcc)}, sm_{'+'.join(architectures)}")

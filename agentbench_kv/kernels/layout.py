@@ -62,6 +62,7 @@ class PagedRows:
         inner = first.shape[3:]
         if first.numel() and inner.numel() > 1 and not first[0, 0, 0].is_contiguous():
             raise ValueError("a row must be contiguous in memory")
+        _ = self.layer_offsets
 
     @classmethod
     def of(cls, layers: Tensor | Sequence[Tensor], order: str) -> PagedRows:
@@ -89,7 +90,8 @@ class PagedRows:
     def layer_offsets(self) -> Tensor | None:
         """Bytes from the first layer to each, int64 on the device; None if they are evenly spaced.
 
-        Copied to a GPU once: call an operation before one is captured into a graph, or read this.
+        Copied to a GPU once, when the cache is described, as a graph that is being captured may not
+        copy from the host.
         """
         offsets = self._offsets
         if all(offset == i * self.layer_step for i, offset in enumerate(offsets)):
@@ -139,22 +141,27 @@ def check_blocks(table: Tensor, lengths: Tensor, block_size: int) -> None:
         )
 
 
+def gather_layer(layer: Tensor, table: Tensor, session: int, length: int) -> Tensor:
+    """Return a session's rows of one of `PagedRows.layers`, [kv_heads, length, ...]; a copy."""
+    block, place = _where(layer, table, session, length)
+    return layer[:, block, place]
+
+
 def gather_rows(rows: PagedRows, table: Tensor, session: int, length: int) -> Tensor:
     """Return a session's rows in order, [layers, kv_heads, length, ...]; a copy."""
-    block, place = _where(rows, table, session, length)
-    return torch.stack([layer[:, block, place] for layer in rows.layers])
+    return torch.stack([gather_layer(layer, table, session, length) for layer in rows.layers])
 
 
-def scatter_rows(rows: PagedRows, table: Tensor, session: int, values: Tensor) -> None:
-    """Write rows [layers, kv_heads, length, ...] back where `gather_rows` found them."""
-    block, place = _where(rows, table, session, values.shape[2])
-    for layer, value in zip(rows.layers, values, strict=True):
-        layer[:, block, place] = value
+def scatter_layer(layer: Tensor, table: Tensor, session: int, values: Tensor) -> None:
+    """Write rows [kv_heads, length, ...] back where `gather_layer` found them."""
+    block, place = _where(layer, table, session, values.shape[1])
+    layer[:, block, place] = values
 
 
-def _where(rows: PagedRows, table: Tensor, session: int, length: int) -> tuple[Tensor, Tensor]:
+def _where(layer: Tensor, table: Tensor, session: int, length: int) -> tuple[Tensor, Tensor]:
+    size = layer.shape[2]
     index = torch.arange(length, device=table.device)
-    return table[session, index // rows.block_size].long(), index % rows.block_size
+    return table[session, index // size].long(), index % size
 
 
 def by_position(positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -163,6 +170,9 @@ def by_position(positions: Tensor) -> tuple[Tensor, Tensor]:
     All are [layers, kv_heads, tokens], int64; positions are distinct in every head, not negative.
     """
     layers, heads, tokens = positions.shape
+    if positions.device.type != "cpu":  # the host would wait for what it needs to know below
+        ordered, order = positions.sort(-1)
+        return ordered, order
     seen = int(positions.max()) + 1 if positions.numel() else 0
     if seen <= SPARSE * tokens:
         # Without comparisons: write every row's number at its position, and read them in order.
@@ -178,5 +188,7 @@ def by_position(positions: Tensor) -> tuple[Tensor, Tensor]:
 
 def ascending_rows(rows: Tensor, tokens: int) -> Tensor:
     """Sort distinct rows [layers, kv_heads, n], int64, below `tokens`."""
+    if rows.device.type != "cpu":
+        return rows.sort(-1).values
     marks = torch.zeros((*rows.shape[:2], tokens), dtype=torch.bool, device=rows.device)
     return marks.scatter_(-1, rows, True).nonzero()[:, -1].reshape(rows.shape)

@@ -14,8 +14,9 @@ from agentbench_kv.kernels.layout import (
     SeenRows,
     ascending_rows,
     by_position,
+    gather_layer,
     gather_rows,
-    scatter_rows,
+    scatter_layer,
 )
 
 # Bytes of similarities that exist at a time; a CPU works best inside its cache.
@@ -151,13 +152,13 @@ class TorchBackend:
         whole = _table(table, sessions, queries.device)
         for s in range(sessions):
             own = length if lengths is None else int(lengths[s])
-            gathered = gather_rows(keys, whole, s, own)
             at = None if key_positions is None else gather_rows(key_positions, whole, s, own)
             used = slice(None) if valid is None else valid[s].bool()
             seen = None if query_positions is None else query_positions[s][used]
             for i in range(layers):
                 chosen, places = queries[s, i][:, used], None if at is None else at[i]
-                own_mass = self.attention_mass(chosen, gathered[i], gqa, seen, places)
+                gathered = gather_layer(keys.layers[i], whole, s, own)
+                own_mass = self.attention_mass(chosen, gathered, gqa, seen, places)
                 mass[s, i, ..., :own] = own_mass
         return mass
 
@@ -169,7 +170,7 @@ class TorchBackend:
         counts: Tensor | None,
         sort: bool,
     ) -> Tensor:
-        """Compact a copy of every session's rows, and write it back."""
+        """Compact a copy of a layer's rows at a time, and write it back."""
         moved = 0
         whole = _table(table, len(kept), kept.device)
         for s, own in enumerate(kept):
@@ -177,10 +178,12 @@ class TorchBackend:
             if not chosen.numel():
                 continue
             length = int(chosen.max()) + 1
-            copies = [gather_rows(rows, whole, s, length) for rows in tensors]
-            moved += self.compact(copies, chosen, length, sort)
-            for rows, copy in zip(tensors, copies, strict=True):
-                scatter_rows(rows, whole, s, copy)
+            for i, kept_here in enumerate(chosen):
+                layers = [rows.layers[i] for rows in tensors]
+                copies = [gather_layer(layer, whole, s, length)[None] for layer in layers]
+                moved += self.compact(copies, kept_here[None], length, sort)
+                for layer, copy in zip(layers, copies, strict=True):
+                    scatter_layer(layer, whole, s, copy[0])
         return torch.tensor(moved, device=kept.device)
 
     def rope_rotate(
@@ -192,13 +195,14 @@ class TorchBackend:
         frequencies: Tensor,
         interleaved: bool,
     ) -> None:
-        """Rotate a copy of every session's rows, and write it back."""
+        """Rotate a copy of a layer's rows at a time, and write it back."""
         whole = _table(table, len(shifts), shifts.device)
         for s, own in enumerate(shifts):
             length = own.shape[-1] if lengths is None else int(lengths[s])
-            copy = gather_rows(keys, whole, s, length)
-            turned = rotated(copy, own[..., :length], frequencies, interleaved)
-            scatter_rows(keys, whole, s, turned)
+            for layer, shift in zip(keys.layers, own, strict=True):
+                copy = gather_layer(layer, whole, s, length)
+                turned = rotated(copy, shift[..., :length], frequencies, interleaved)
+                scatter_layer(layer, whole, s, turned)
 
     def aabb(self, keys: Tensor, block: int) -> tuple[Tensor, Tensor]:
         """Reduce each block; a short last one is padded with its own last key."""

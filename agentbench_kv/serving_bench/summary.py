@@ -179,7 +179,7 @@ def _unproved(arm: ServingArm, runs: Sequence[LoadMeasurement]) -> str | None:
     if len(accounts) < len(runs):
         return "no KV accounting: this endpoint does not prove that the budget was applied"
     if not all(account.get("events") for account in accounts):
-        return f"never triggered at budget {budget}"
+        return f"never triggered at budget {budget}{_cure(arm)}"
     over = max(account.get("max_over_budget") or 0 for account in accounts)
     if over > arm.interval:
         return (
@@ -187,6 +187,16 @@ def _unproved(arm: ServingArm, runs: Sequence[LoadMeasurement]) -> str | None:
             f"more than the interval of {arm.interval}"
         )
     return None
+
+
+def _cure(arm: ServingArm) -> str:
+    """Say what makes a method fire whose answers here are shorter than its interval."""
+    if arm.settings.get("trigger") != "every":
+        return ""
+    return (
+        f"; an event is due at every {arm.interval}th generated token only: longer answers, or "
+        "--set trigger=prefill+every"
+    )
 
 
 def serving_tables(folders: Sequence[Path]) -> list[Table]:

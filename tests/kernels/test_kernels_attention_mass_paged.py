@@ -269,3 +269,18 @@ def test_mass_of_no_keys_and_of_no_queries(gqa, device):
     assert none.shape == (2, 0)
     work = Sessions("vllm", Size(device=device), [0, 20], n=0)
     assert not work.run(gqa).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_rows_of_8_bits_are_scored_as_what_they_stand_for(dtype, device):
+    rng = np.random.default_rng(0)
+    layers = [normal(rng, (6, 4, 2, 16), dtype, device) for _ in range(2)]
+    queries = normal(rng, (1, 2, 4, 3, 16), torch.float32, device)
+    table = torch.tensor([[4, 0, 5, 2]], dtype=torch.int32, device=device)
+    lengths = torch.tensor([15], device=device)
+    got, expected = (
+        paged.attention_mass(queries, PagedRows.of(each, "brhd"), table, lengths, longest=15)
+        for each in (layers, [layer.float() for layer in layers])
+    )
+    assert float(expected.std()) > 0
+    torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-8)

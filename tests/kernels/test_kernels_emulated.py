@@ -297,6 +297,14 @@ def test_select_top_breaks_ties_by_position(tokens, in_every_order):
     assert np.array_equal(got.numpy(), reference_select(scores, budget, None, positions))
 
 
+@pytest.mark.parametrize("tokens", [64, 2050])
+def test_select_top_stays_within_its_row_where_positions_are_twice(tokens, in_every_order):
+    # Against the rules, so any of the equal ones may come; nothing is written past the row's end.
+    scores, positions = torch.zeros(3, tokens), torch.zeros(3, tokens, dtype=torch.int64)
+    got = in_every_order(lambda: kernels.select_top(scores, 5, None, positions))
+    assert got.tolist() == [[0, 1, 2, 3, 4]] * 3
+
+
 # ---- ring ----
 
 

@@ -160,6 +160,18 @@ def test_a_compressed_arm_must_show_its_budget(
     assert [reason in each for each in found.reasons] == [True] if reason else not found.reasons
 
 
+@pytest.mark.parametrize(("trigger", "cured"), [("every", True), ("prefill+every", False)])
+def test_an_arm_that_never_fired_says_what_would_make_it(trigger: str, cured: bool) -> None:
+    settings = {"interval": 64, "trigger": trigger}
+    arm = AGENTKV.model_copy(update={"settings": settings})
+    runs = [measurement("agentkv 4096", "c8", 0, 1.0, kv={**KV, "events": 0})]
+    (found,) = summarize_serving(plan(arms=[ARMS[0], arm]), runs).cells
+    (reason,) = found.reasons
+    assert reason.startswith("never triggered at budget 4096")
+    assert ("every 64th generated token" in reason) is cured
+    assert ("--set trigger=prefill+every" in reason) is cured
+
+
 def test_a_server_by_url_must_show_the_budget_it_says() -> None:
     server = ServingArm(name="server", method="server", url="http://a:1")
     for kv, held in (

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, SupportsInt
 
 from agentbench_kv.engines.base import KVEvent, KVStats
 from agentbench_kv.methods.base import Method, Schedule
@@ -63,6 +63,7 @@ class SessionLedger:
         self._lost = 0  # tokens whose rows were lost since the last turn began
         self._prompt = 0  # tokens of the first prefill
         self._system = 0  # and of the system message
+        self._moves: list[tuple[int, SupportsInt]] = []  # event, and the rows it moved
 
     @property
     def deficit(self) -> int:
@@ -199,13 +200,19 @@ class SessionLedger:
         self._prompt = self._system = 0
         self._schedule.restart()
 
-    def moved(self, number: int, rows: int) -> None:
-        """Add the rows that event `number` moved, which only the worker knows; -1 is the last."""
-        events = self.stats.events
-        events[number] = replace(events[number], rows_moved=rows)
-        self.stats.rows_moved += rows
+    def moved(self, number: int, rows: SupportsInt) -> None:
+        """Take the rows that event `number` moved, which only the worker knows; -1 is the last.
+
+        They are read for the next snapshot: a number on a GPU would have to be waited for.
+        """
+        self._moves.append((number % len(self.stats.events), rows))
 
     def snapshot(self) -> KVStats:
+        for number, rows in self._moves:
+            events = self.stats.events
+            events[number] = replace(events[number], rows_moved=int(rows))
+            self.stats.rows_moved += int(rows)
+        self._moves.clear()
         snapshot = KVStats(**vars(self.stats))
         snapshot.events = list(self.stats.events)
         snapshot.restarts = list(self.stats.restarts)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import isclose, sqrt
 
 import torch
 from torch import Tensor
 
+from agentbench_kv.engines.core.transfers import to_device, used_here
 from agentbench_kv.errors import UsageError
 from agentbench_kv.kernels import attention_mass, ring_write
 from agentbench_kv.kernels.torch_backend import rotated, softmax_beside
@@ -48,6 +49,10 @@ class RingWrite:
     slots: Tensor
 
 
+def _nothing() -> None:
+    """Wait for nobody."""
+
+
 class QueryBuffer:
     """Rings of all sessions [layers, sessions · slots, q_heads, head_dim], for one scatter each."""
 
@@ -58,20 +63,35 @@ class QueryBuffer:
         self.interleaved = shape.interleaved
         self.rings = _RINGS.get(plan.kind, 0)
         self.per_session = self.rings * plan.size
+        # What has to be over before the vectors move: forwards that write them on another stream.
+        self.before_growth: Callable[[], None] = _nothing
         self._free: list[int] = []
         size = (shape.layers, 0, shape.q_heads, shape.head_dim)
         self._vectors = torch.zeros(size, dtype=shape.dtype, device=shape.device)
 
+    @property
+    def places(self) -> int:
+        """Sessions there is room for."""
+        return self._vectors.shape[1] // self.per_session if self.per_session else 0
+
+    def reserve(self, places: int) -> None:
+        """Make room for that many sessions, before others take the memory."""
+        if places > self.places:
+            self._grow(places - self.places)
+
     def take(self) -> int:
         """Take a session's place, doubling the buffer if it is full."""
         if not self._free:
-            layers, slots, heads, head_dim = self._vectors.shape
-            places = slots // self.per_session if self.per_session else 0
-            more = max(4, places)
-            extra = self._vectors.new_zeros(layers, more * self.per_session, heads, head_dim)
-            self._vectors = torch.cat([self._vectors, extra], 1)
-            self._free = list(range(places + more - 1, places - 1, -1))
+            self._grow(max(4, self.places))
         return self._free.pop()
+
+    def _grow(self, more: int) -> None:
+        self.before_growth()
+        places = self.places
+        layers, _, heads, head_dim = self._vectors.shape
+        extra = self._vectors.new_zeros(layers, more * self.per_session, heads, head_dim)
+        self._vectors = torch.cat([self._vectors, extra], 1)
+        self._free = [*range(places + more - 1, places - 1, -1), *self._free]
 
     def give_back(self, place: int) -> None:
         self._free.append(place)
@@ -148,7 +168,7 @@ class QueryStore:
         """Return what is kept, oldest first, for every layer."""
         device = self._buffer.device
         held = sorted((position, phase, slot) for slot, (position, phase) in self._held.items())
-        columns = torch.tensor(held, dtype=torch.int64, device=device).reshape(-1, 3)
+        columns = to_device(held, device).reshape(-1, 3)
         positions, phases, slots = columns.T.contiguous()
         vectors = self._buffer.read(max(self._place, 0), slots)
         return [Queries(vectors[i], positions, phases) for i in range(layers)]
@@ -183,6 +203,8 @@ class AttentionSums:
             if sums is not None:
                 grown[:, :, : sums.shape[-1]] = sums
             sums = self._sums[session] = grown
+        # Prefills and evictions, which are on two streams, both come here.
+        used_here(sums)
         return sums[:, :, :live]
 
     def add(

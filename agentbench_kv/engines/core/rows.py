@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, SupportsInt
 from urllib.parse import quote
 
 import torch
@@ -21,34 +22,12 @@ from agentbench_kv.engines.core.rings import (
     RingWrite,
     RowShape,
 )
-from agentbench_kv.kernels import compact as compact_rows
-from agentbench_kv.kernels import paged, rope_rotate
-from agentbench_kv.kernels.layout import PagedRows, gather_rows
+from agentbench_kv.engines.core.transfers import to_device
+from agentbench_kv.kernels import paged
+from agentbench_kv.kernels.layout import PagedRows, gather_layer
 from agentbench_kv.methods.base import LayerView, Phase, Queries, QueryKind
 from agentbench_kv.methods.spans import SpanRange, within
 from agentbench_kv.phases.machine import Labeller, PromptPhases, labeller_source
-
-
-class CopiedStore:
-    """Copies [layers, kv_heads, live, head_dim] of rows in a layout that no kernel reads."""
-
-    def __init__(self, keys: Tensor, values: Tensor) -> None:
-        self.keys = keys
-        self.values = values
-
-    def read(self) -> tuple[Tensor, Tensor]:
-        return self.keys, self.values
-
-    def keep(self, kept: Tensor, positions: Tensor, extras: Sequence[Tensor], *, sort: bool) -> int:
-        moved = compact_rows(
-            self.keys, self.values, positions, kept, positions.shape[-1], extras=extras, sort=sort
-        )
-        self.keys = self.keys[:, :, : kept.shape[-1]]
-        self.values = self.values[:, :, : kept.shape[-1]]
-        return moved
-
-    def rotate(self, shifts: Tensor, frequencies: Tensor) -> None:
-        rope_rotate(self.keys, shifts, frequencies)
 
 
 class PagedStore:
@@ -60,12 +39,16 @@ class PagedStore:
         self._table = blocks[None]
         self._live = live
 
-    def read(self) -> tuple[Tensor, Tensor]:
-        keys = gather_rows(self._keys, self._table, 0, self._live)
-        return keys, gather_rows(self._values, self._table, 0, self._live)
+    def keys(self, layer: int) -> Tensor:
+        return gather_layer(self._keys.layers[layer], self._table, 0, self._live)
 
-    def keep(self, kept: Tensor, positions: Tensor, extras: Sequence[Tensor], *, sort: bool) -> int:
-        lengths = torch.tensor([self._live], device=kept.device)
+    def values(self, layer: int) -> Tensor:
+        return gather_layer(self._values.layers[layer], self._table, 0, self._live)
+
+    def keep(
+        self, kept: Tensor, positions: Tensor, extras: Sequence[Tensor], *, sort: bool
+    ) -> SupportsInt:
+        lengths = torch.full((1,), self._live, device=kept.device)
         # What goes along moves by the same plan, as one block per layer.
         along = [PagedRows.of(part[:, :, None].unbind(0), "hbr") for part in (positions, *extras)]
         one_block = torch.zeros(1, 1, dtype=torch.int32, device=kept.device)
@@ -74,31 +57,61 @@ class PagedStore:
             [self._keys, self._values], self._table, kept[None], lengths, sort=sort, check=False
         )
         self._live = kept.shape[-1]
-        return int(moved)
+        return moved
 
     def rotate(self, shifts: Tensor, frequencies: Tensor) -> None:
-        lengths = torch.tensor([shifts.shape[-1]], device=shifts.device)
+        lengths = torch.full((1,), shifts.shape[-1], device=shifts.device)
         paged.rope_rotate(self._keys, self._table, lengths, shifts[None], frequencies)
 
 
 class RowStore(Protocol):
     """The rows of one session in an engine's cache."""
 
-    def read(self) -> tuple[Tensor, Tensor]:
-        """Return keys and values [layers, kv_heads, live, head_dim] in cache order."""
+    def keys(self, layer: int) -> Tensor:
+        """Return one layer's keys [kv_heads, live, head_dim] in cache order; a copy."""
         ...
 
-    def keep(self, kept: Tensor, positions: Tensor, extras: Sequence[Tensor], *, sort: bool) -> int:
+    def values(self, layer: int) -> Tensor:
+        """Return one layer's values, likewise."""
+        ...
+
+    def keep(
+        self, kept: Tensor, positions: Tensor, extras: Sequence[Tensor], *, sort: bool
+    ) -> SupportsInt:
         """Move the rows `kept` [layers, kv_heads, budget], ascending, to the front; count moves.
 
         `positions` and `extras`, each [layers, kv_heads, live], are moved along in place. `sort`
-        keeps the order of `kept` instead of filling holes.
+        keeps the order of `kept` instead of filling holes. Reading the number may wait for a GPU.
         """
         ...
 
     def rotate(self, shifts: Tensor, frequencies: Tensor) -> None:
         """Turn the first rows' keys by some positions [layers, kv_heads, rows]."""
         ...
+
+
+class StoredLayer(LayerView):
+    """A layer whose rows are copied out of the cache whenever they are asked for, and not kept.
+
+    An event takes memory outside the pool, so no more of it than one layer's rows at a time.
+    """
+
+    _keys: Callable[[], Tensor]
+    _values: Callable[[], Tensor]
+
+    def __init__(self, store: RowStore, layer: int, positions: Tensor, sums: Tensor | None) -> None:
+        for name, value in (("positions", positions), ("sums", sums)):
+            object.__setattr__(self, name, value)
+        object.__setattr__(self, "_keys", partial(store.keys, layer))
+        object.__setattr__(self, "_values", partial(store.values, layer))
+
+    @property
+    def keys(self) -> Tensor:
+        return self._keys()
+
+    @property
+    def values(self) -> Tensor:
+        return self._values()
 
 
 @dataclass(frozen=True)
@@ -184,10 +197,13 @@ class WorkerRows:
         if not rows:
             return None
         device = self.shape.device
-        return RingWrite(torch.tensor(rows, device=device), torch.tensor(slots, device=device))
+        return RingWrite(to_device(rows, device), to_device(slots, device))
 
-    def remove(self, order: EvictionOrder, store: RowStore) -> int:
-        """Carry out one event; return rows moved, summed over layers and heads."""
+    def remove(self, order: EvictionOrder, store: RowStore) -> SupportsInt:
+        """Carry out one event; return rows moved, summed over layers and heads.
+
+        Nothing here waits for a GPU, unless the method does.
+        """
         session, eviction = self._sessions[order.session], order.eviction
         positions = self._positions(session, eviction.live, eviction.logical)
         extras = [self.sums.of(order.session, eviction.live)] if self.wants_sums else []
@@ -196,7 +212,7 @@ class WorkerRows:
             session.queries.layer_queries(self.shape.layers),
             eviction.logical,
             eviction.prompt,
-            torch.tensor(session.phases, device=self.shape.device),
+            to_device(session.phases, self.shape.device),
             **eviction.more,
         )
         moved = store.keep(selection.kept, positions, extras, sort=self.cache_positions)
@@ -211,7 +227,7 @@ class WorkerRows:
         inside = within(self._positions(rows, live, logical)[0, 0], spans)
         return (~inside).nonzero()[:, 0]
 
-    def keep_tokens(self, order: EvictionOrder, store: RowStore, kept: Tensor) -> int:
+    def keep_tokens(self, order: EvictionOrder, store: RowStore, kept: Tensor) -> SupportsInt:
         """Keep rows [n] in all layers and heads, in their order; return rows moved."""
         session, eviction = self._sessions[order.session], order.eviction
         positions = self._positions(session, eviction.live, eviction.logical)
@@ -253,9 +269,8 @@ class WorkerRows:
     def _views(
         self, store: RowStore, positions: Tensor, extras: Sequence[Tensor]
     ) -> list[LayerView]:
-        keys, values = store.read()
         return [
-            LayerView(keys[i], values[i], positions[i], extras[0][i] if extras else None)
+            StoredLayer(store, i, positions[i], extras[0][i] if extras else None)
             for i in range(self.shape.layers)
         ]
 

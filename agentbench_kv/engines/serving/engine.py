@@ -426,6 +426,35 @@ def check_folder(
         )
 
 
+_PARALLEL = {"dp": "data", "pp": "pipeline", "tp": "tensor"}
+_WIDE = ("auto", "bf16", "bfloat16", "float16", "float32")  # dtypes of caches that methods score
+
+
+def refuse_arguments(engine: str, options: EngineOptions, parallel: Sequence[str]) -> None:
+    """Refuse an engine's own arguments with which eviction would be wrong; `full` takes any.
+
+    `parallel` are the kinds, of `dp`, `pp` and `tp`, for which its plug-in does not work.
+    """
+    if options.method.name == "full":
+        return
+    wrong = {f"{_PARALLEL[kind]} parallelism": _names(kind) for kind in parallel}
+    for name, value in options.engine_args.items():
+        what = next((what for what, names in wrong.items() if name in names), "")
+        if name == "kv-cache-dtype" and value not in _WIDE:
+            what = "a quantised KV cache"
+        elif not what or value in ("", "1"):
+            continue
+        if what:
+            raise UsageError(
+                f"--engine-arg {name}={value}: eviction in the {engine} engine does not support "
+                f"{what}; leave it out, or use --method full"
+            )
+
+
+def _names(kind: str) -> tuple[str, ...]:
+    return kind, f"{kind}-size", f"{_PARALLEL[kind]}-parallel-size"
+
+
 def read_asked(options: EngineOptions) -> tuple[Path, ModelFacts]:
     """Return a model's folder and what it says, with the context that was asked for."""
     path = stretched_folder(model_path(options.model), options.context_limit)

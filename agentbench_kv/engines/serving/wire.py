@@ -119,7 +119,7 @@ def read_model(path: Path) -> ModelFacts:
     """Read a model folder's config; PrerequisiteError if it lacks what a decoder's config has."""
     whole = read_document(path / "config.json")
     try:
-        config, nested = _decoder(path, whole), isinstance(whole.get("text_config"), dict)
+        config, nested = decoder_config(path), isinstance(whole.get("text_config"), dict)
         heads = int(config["num_attention_heads"])
         kv_heads = int(config.get("num_key_value_heads") or heads)
         head_dim = int(config.get("head_dim") or int(config["hidden_size"]) // heads)
@@ -140,13 +140,14 @@ def read_model(path: Path) -> ModelFacts:
         ) from None
 
 
-def _decoder(path: Path, whole: dict[str, Any]) -> dict[str, Any]:
+def decoder_config(path: Path) -> dict[str, Any]:
     """Return a decoder's configuration, with what its family has where the file says nothing.
 
     A multimodal model's is in `text_config`. What transformers does not know counts as written.
     """
     from transformers import AutoConfig
 
+    whole = read_document(path / "config.json")
     text = whole.get("text_config")
     written: dict[str, Any] = text if isinstance(text, dict) else whole
     try:

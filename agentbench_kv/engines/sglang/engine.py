@@ -20,6 +20,7 @@ from agentbench_kv.engines.serving.engine import (
     ServingEngine,
     check_context,
     check_folder,
+    refuse_arguments,
     start_server,
 )
 from agentbench_kv.engines.serving.process import ControlClient, Launch
@@ -95,6 +96,8 @@ def flags(
         arguments |= {"disable-radix-cache": None, "enable-streaming-session": None}
         if gpu:
             arguments["disable-piecewise-cuda-graph"] = None
+            # SGLang's own is 2,048 and more; a place for queries is kept for each.
+            arguments["max-running-requests"] = _requests_of(options)
     return as_flags({**arguments, **options.engine_args})
 
 
@@ -106,10 +109,14 @@ def _cpu(options: EngineOptions) -> dict[str, str | None]:
         "disable-cuda-graph": None,
         "mem-fraction-static": "0.1",
         "chunked-prefill-size": "512",
-        # Sessions at rest keep their rows in the table of requests.
-        "max-running-requests": str(max(32, 2 * options.concurrency)),
+        "max-running-requests": _requests_of(options),
         "sleep-on-idle": None,
     }
+
+
+def _requests_of(options: EngineOptions) -> str:
+    """Return how many requests there may be: as many sessions at rest keep theirs as run."""
+    return str(max(32, 2 * options.concurrency))
 
 
 class SglangEngineWire(EngineWire):
@@ -332,6 +339,7 @@ class SglangEngine(ServingEngine):
         named = options.device.startswith("cuda")
         gpu = named or (options.device == "auto" and pick_device("auto").type == "cuda")
         check_context(options, _CONTEXT, MARGIN)
+        refuse_arguments("sglang", options, ("dp", "pp", "tp"))
         check_folder("sglang", options, lambda facts: _unsupported(facts, options, gpu=gpu))
 
     def close(self, session: str) -> KVStats:

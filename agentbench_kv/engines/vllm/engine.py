@@ -20,6 +20,7 @@ from agentbench_kv.engines.serving.engine import (
     ServingEngine,
     check_context,
     check_folder,
+    refuse_arguments,
     start_server,
 )
 from agentbench_kv.engines.serving.process import Launch, listens
@@ -264,6 +265,7 @@ class VllmEngine(ServingEngine):
     def check_options(cls, options: EngineOptions) -> None:
         gpu = on_gpu(options.device)
         check_context(options, _CONTEXT)
+        refuse_arguments("vllm", options, ("dp", "pp"))
         check_folder("vllm", options, lambda facts: _unsupported(facts, options, gpu=gpu))
 
 

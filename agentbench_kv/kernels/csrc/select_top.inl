@@ -143,7 +143,8 @@ __global__ void __launch_bounds__(SELECT_THREADS)
     const int64_t i = first + threadIdx.x;
     const bool taken = i < tokens && row.key(i) >= threshold.prefix;
     const int2 takens = count_before(taken, warps);
-    if (taken) indices[written + takens.x] = i;
+    // Keys are equal where positions are, against the rules; then more rows are above the threshold.
+    if (taken && written + takens.x < budget) indices[written + takens.x] = i;
     written += takens.y;
   }
 }

@@ -232,6 +232,30 @@ def test_an_engines_own_argument_asks_for_no_more_than_the_model_has(
             check(replace(options, engine_args={name: wrong}))
 
 
+@pytest.mark.parametrize(
+    ("check", "name", "value", "what"),
+    [
+        (VLLM, "data-parallel-size", "2", "data parallelism"),
+        (VLLM, "pipeline-parallel-size", "2", "pipeline parallelism"),
+        (VLLM, "kv-cache-dtype", "fp8", "a quantised KV cache"),
+        (SGLANG, "dp-size", "2", "data parallelism"),
+        (SGLANG, "pp", "4", "pipeline parallelism"),
+        (SGLANG, "tensor-parallel-size", "2", "tensor parallelism"),
+        (SGLANG, "kv-cache-dtype", "fp8_e5m2", "a quantised KV cache"),
+    ],
+)
+def test_arguments_that_eviction_would_be_wrong_with_are_refused_before_anything_starts(
+    check: Any, name: str, value: str, what: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    options = EngineOptions(str(tmp_path), make_method("agentkv", 96), device="cpu")
+    with pytest.raises(UsageError, match=f"--engine-arg {name}={value}: .*{what}"):
+        check(replace(options, engine_args={name: value}))
+    harmless = {"kv-cache-dtype": "auto"}.get(name, "1")
+    check(replace(options, engine_args={name: harmless, "tensor-parallel-size": "1"}))
+    check(replace(options, method=make_method("full", None), engine_args={name: value}))
+
+
 def test_a_longrope_model_runs_in_sglang_up_to_its_original_context(tmp_path: Path) -> None:
     """SGLang chooses the factors of a whole batch by its longest session."""
     rope = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}

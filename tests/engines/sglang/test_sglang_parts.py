@@ -247,7 +247,9 @@ def small_worker(kept: str) -> DeviceWorker:
     keys, values = (PagedRows.of(buffer, "brhd") for buffer in buffers)
     pool = Pool(keys, values, torch.zeros(3, 64, dtype=torch.int32), 1)
     policy = BackendPolicy(make_method(kept, 64), Path(), Path())
-    return DeviceWorker(policy, shape, torch.ones(4), pool)
+    worker = DeviceWorker(policy, shape, torch.ones(4), 2)
+    worker.pool = pool
+    return worker
 
 
 def forward_of(decode: bool, rows: int) -> Any:

@@ -436,8 +436,11 @@ class SequenceRows:
             self._cells.context.remove(self.sequence)
         self._clear()
 
-    def read(self) -> tuple[Tensor, Tensor]:
-        return self._cells.read(self.cells)
+    def keys(self, layer: int) -> Tensor:
+        return self._cells.form.shape.in_halves(self._cells.keys[layer][:, self.cells])
+
+    def values(self, layer: int) -> Tensor:
+        return self._cells.values[layer][:, self.cells]
 
     def keep(self, kept: Tensor, positions: Tensor, extras: Sequence[Tensor], *, sort: bool) -> int:
         """Move the kept rows to the session's last cells and let go of the others."""

@@ -40,9 +40,11 @@ class Patches:
         return hook
 
     def init_memory_pool(self, original: Original, runner: Any, memory: int) -> None:
-        """Build our part once the cache is there; CUDA graphs come later."""
+        """Take our memory before SGLang's cache takes what is left; CUDA graphs come later."""
+        runtime = Runtime(self._policy, runner)
         original(runner, memory)
-        self._runtime = Runtime(self._policy, runner)
+        runtime.connect(runner)
+        self._runtime = runtime
 
     def init_request_dispatcher(self, original: Original, scheduler: Any) -> None:
         original(scheduler)

@@ -237,7 +237,7 @@ class Forks:
     def _copy_tail(self, source_row: int, row: int, rows: int, shared: int) -> None:
         table, page = self._worker.pool.table, self._worker.pool.page
         slots = self._scheduler.token_to_kv_pool_allocator.alloc(page)
-        self._compactor.wait_for_forward()
+        self._worker.wait_for_forward()
         new, old = slots[: rows - shared], table[source_row, shared:rows].long()
         table[row, shared:rows] = new.to(table.dtype)
         for each in (self._worker.pool.keys, self._worker.pool.values):

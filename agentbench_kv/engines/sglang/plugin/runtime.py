@@ -30,6 +30,7 @@ from agentbench_kv.engines.sglang.plugin.worker import (
 from agentbench_kv.kernels.layout import PagedRows
 from agentbench_kv.methods.base import QueryKind
 
+_REQUESTS = 4096  # the most that SGLang takes if nobody says how many
 _PATIENCE_S = 60.0  # for the scheduler to come to a command
 # Characters a session may grow to; SGLang asks for a limit, ours is the model's context.
 CAPACITY = 1 << 40
@@ -63,16 +64,30 @@ def refuse_wrong_results(runner: Any) -> None:
 
 
 class Runtime:
-    """Built in two steps, because CUDA graphs are captured before there is a scheduler."""
+    """Built in three steps: before there is a cache, then a cache, then a scheduler.
+
+    CUDA graphs are captured between the last two.
+    """
 
     def __init__(self, policy: BackendPolicy, runner: Any) -> None:
-        refuse_wrong_results(runner)
         self.policy = policy
         args = runner.server_args
         self._captured = args.device == "cuda" and not args.disable_cuda_graph
-        shape = _shape(runner)
+        shape = planned_shape(runner)
         frequencies = rope_frequencies(policy).to(shape.device)
-        self.worker = DeviceWorker(policy, shape, frequencies, _pool(runner))
+        requests = args.max_running_requests or _REQUESTS
+        self.worker = DeviceWorker(policy, shape, frequencies, requests)
+
+    def connect(self, runner: Any) -> None:
+        """Take over the cache, once SGLang has made it of the memory that was left."""
+        refuse_wrong_results(runner)
+        pool, shape, policy = _pool(runner), _shape(runner), self.policy
+        if shape != self.worker.shape or len(pool.table) > len(self.worker.deficits):
+            raise ValueError(
+                f"kvbench: SGLang's cache is {shape}, {len(pool.table)} requests; expected "
+                f"{self.worker.shape}, at most {len(self.worker.deficits)}"
+            )
+        self.worker.pool = pool
         self.table = SglangSessions(policy.method, shape.bytes_per_token, policy.stop_matcher)
 
     def attach(self, scheduler: Any) -> None:
@@ -82,8 +97,10 @@ class Runtime:
         scheduler.max_req_len = scheduler.model_config.context_len - 1
         scheduler.max_req_input_len = scheduler.model_config.context_len
         forwards = scheduler.forward_stream if scheduler.enable_overlap else None
-        allocator = scheduler.token_to_kv_pool_allocator
-        self.compactor = Compactor(self.worker, allocator, forwards)
+        self.worker.forwards = forwards
+        if self._captured:
+            self.worker.check_seen()
+        self.compactor = Compactor(self.worker, scheduler.token_to_kv_pool_allocator)
         self.steps = Steps(self.table, self.worker, self.compactor)
         self.memory = MemoryPressure(self.table, scheduler)
         self.forks = Forks(self.table, self.worker, self.compactor, scheduler)
@@ -113,6 +130,19 @@ class Runtime:
         self.policy = policy
         self.table.method = policy.method
         self.worker.configure(policy)
+
+
+def planned_shape(runner: Any) -> RowShape:
+    """Return what SGLang's cache will be like, before it is there."""
+    config, gpu = runner.model_config, runner.device == "cuda"
+    return RowShape(
+        runner.num_effective_layers,
+        config.num_attention_heads,
+        config.get_num_kv_heads(1),
+        config.head_dim,
+        runner.kv_cache_dtype,
+        torch.device(f"cuda:{runner.gpu_id}" if gpu else runner.device),
+    )
 
 
 def _shape(runner: Any) -> RowShape:

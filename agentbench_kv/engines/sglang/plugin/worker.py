@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, SupportsInt
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from agentbench_kv.engines.core.ledger import Eviction, EvictionOrder
 from agentbench_kv.engines.core.policy import BackendPolicy
 from agentbench_kv.engines.core.rings import RingWrite, RowShape
 from agentbench_kv.engines.core.rows import Fed, PagedStore, WorkerRows
+from agentbench_kv.engines.core.transfers import to_device, used_here
 from agentbench_kv.engines.sglang.plugin.sessions import SglangSession, SglangSessions
 from agentbench_kv.kernels.layout import PagedRows
 from agentbench_kv.methods.spans import SpanRange
@@ -69,28 +70,55 @@ class PrefilledRows:
 
 
 class DeviceWorker:
-    """What the scheduler's process keeps on the device besides the cache."""
+    """What the scheduler's process keeps on the device besides the cache.
+
+    All of it that is large is made before SGLang looks how much memory its cache may take.
+    """
+
+    pool: Pool  # once there is one
 
     def __init__(
-        self, policy: BackendPolicy, shape: RowShape, frequencies: Tensor, pool: Pool
+        self, policy: BackendPolicy, shape: RowShape, frequencies: Tensor, requests: int
     ) -> None:
-        self.pool = pool
         self.shape = shape
-        self.deficits = torch.zeros(len(pool.table), dtype=torch.int64, device=shape.device)
+        self.forwards: Any = None  # the stream of forwards, if it is not the scheduler's own
+        # By a request's row in SGLang's table, of which row 0 is nobody's.
+        self.deficits = torch.zeros(requests + 1, dtype=torch.int64, device=shape.device)
         self._frequencies = frequencies
         self._staged: Tensor | None = None
         self._write: RingWrite | None = None
         self._parts: Sequence[PrefilledRows] = ()
+        self._seen: set[int] = set()
         self.configure(policy)
 
     def configure(self, policy: BackendPolicy) -> None:
         self.rows = WorkerRows(policy, self.shape, self._frequencies)
         self.labels = policy.method.compresses
         self.keeps_queries = self.rows.rings.rings > 0 or self.rows.wants_sums
+        self.rows.rings.before_growth = self.wait_for_forward
+        requests = len(self.deficits) - 1
         if self.keeps_queries and self._staged is None:
             shape = self.shape
-            size = (shape.layers, len(self.pool.table), shape.q_heads, shape.head_dim)
+            size = (shape.layers, requests + 1, shape.q_heads, shape.head_dim)
             self._staged = torch.zeros(size, dtype=shape.dtype, device=shape.device)
+        if self.shape.device.type != "cpu":
+            # Half of the requests run at once (`engine.flags`); the others are sessions at rest.
+            self.rows.rings.reserve(-(-requests // 2))
+
+    def wait_for_forward(self) -> None:
+        """Let what follows on the device wait for the forward that may still run."""
+        if self.forwards is not None and torch.cuda.is_available():
+            torch.cuda.current_stream().wait_stream(self.forwards)
+
+    def check_seen(self) -> None:
+        """Stop the engine if a forward is over of which some layers showed no queries."""
+        missing = self.shape.layers - len(self._seen)
+        if self.keeps_queries and missing:
+            raise RuntimeError(
+                f"kvbench: {missing} of {self.shape.layers} attention layers show no queries, so "
+                f"{self.rows.policy.method.label} cannot score; use another attention backend "
+                "(--engine-arg attention-backend=triton)"
+            )
 
     def plan_prefill(
         self,
@@ -99,21 +127,26 @@ class DeviceWorker:
         prompts: Mapping[str, PromptPhases],
     ) -> None:
         """Label the tokens of a prefill about to run."""
+        if self._write is not None:
+            self.check_seen()
         self._parts = parts if self.rows.wants_sums else ()
         write = self.rows.feed(fed, prompts) if self.labels else None
         if write is not None and parts[-1].first != sum(part.rows for part in parts[:-1]):
             # Requests that are nobody's turn run along; their rows are not counted in `fed`.
-            packed = torch.cat([torch.arange(p.first, p.first + p.rows) for p in parts])
-            write = RingWrite(packed.to(write.rows.device)[write.rows], write.slots)
+            packed = [row for part in parts for row in range(part.first, part.first + part.rows)]
+            write = RingWrite(to_device(packed, self.shape.device)[write.rows], write.slots)
         self._write = write
 
     def observe(self, layer: int, queries: Tensor, forward: Any) -> None:
         """Keep one layer's queries [packed rows, q_heads, head_dim] of a running forward."""
+        self._seen.add(layer)
         if forward.forward_mode.is_decode():
             if self._staged is not None:
                 # Rows of a padded batch all go to row 0, which no request has.
                 self._staged[layer].index_copy_(0, forward.req_pool_indices, queries)
         elif self._write is not None:
+            # Planned on the scheduler's stream, which plans the next ones while this one runs.
+            used_here(self._write.rows, self._write.slots)
             self.rows.rings.write(layer, queries.transpose(0, 1), self._write)
 
     def add_sums(self, layer: int, queries: Tensor) -> None:
@@ -127,11 +160,12 @@ class DeviceWorker:
         """Label decoded tokens and put their staged queries where they belong."""
         if not decoded or not self.labels:
             return
+        self.check_seen()
         write = self.rows.feed([each.fed for each in decoded], {})
         if self._staged is None:
             return
         if write is not None:
-            rows = torch.tensor([each.row for each in decoded], device=self.shape.device)
+            rows = to_device([each.row for each in decoded], self.shape.device)
             self.rows.rings.write_all(self._staged[:, rows[write.rows]], write.slots)
         if self.rows.wants_sums:
             for each, layer in itertools.product(decoded, range(self.shape.layers)):
@@ -143,20 +177,19 @@ class DeviceWorker:
 class Compactor:
     """Carries out events."""
 
-    def __init__(self, worker: DeviceWorker, allocator: Any, forward_stream: Any) -> None:
+    def __init__(self, worker: DeviceWorker, allocator: Any) -> None:
         self._worker = worker
         self._allocator = allocator
-        self._forwards = forward_stream  # where forwards run while the scheduler works ahead
 
     def carry_out(self, session: SglangSession, row: int, eviction: Eviction) -> None:
-        self.wait_for_forward()
+        self._worker.wait_for_forward()
         self._move(session, row, eviction, self._worker.rows.remove)
 
     def evict(
         self, session: SglangSession, row: int, spans: Sequence[SpanRange]
     ) -> Eviction | None:
         """Remove whole tokens of a session at rest; None if none of them was there."""
-        self.wait_for_forward()
+        self._worker.wait_for_forward()
         ledger, rows = session.ledger, self._worker.rows
         kept = rows.outside(session.name, ledger.live, ledger.fed, spans)
         if len(kept) == ledger.live:
@@ -167,7 +200,7 @@ class Compactor:
 
     def cut(self, session: SglangSession, row: int, length: int) -> int:
         """Let go of the rows of logical positions from `length` on; return how many they were."""
-        self.wait_for_forward()
+        self._worker.wait_for_forward()
         ledger, rows = session.ledger, self._worker.rows
         live = ledger.live
         kept = len(rows.outside(session.name, live, ledger.fed, [(length, ledger.fed)]))
@@ -187,17 +220,12 @@ class Compactor:
             # A copy: SGLang may keep the indices until the end of its step.
             self._allocator.free(pool.table[row, first:live].to(torch.int64))
 
-    def wait_for_forward(self) -> None:
-        """Let what follows on the device wait for the forward that may still run."""
-        if torch.cuda.is_available() and self._forwards is not None:
-            torch.cuda.current_stream().wait_stream(self._forwards)
-
     def _move(
         self,
         session: SglangSession,
         row: int,
         eviction: Eviction,
-        move: Callable[[EvictionOrder, PagedStore], int],
+        move: Callable[[EvictionOrder, PagedStore], SupportsInt],
     ) -> None:
         """Move the kept rows to the front; free the whole pages behind them."""
         ledger, pool = session.ledger, self._worker.pool
@@ -338,7 +366,7 @@ class Steps:
             session.decoding = False
             decoded.append(DecodedRow(fed, request.req_pool_idx, session.ledger.live))
         if decoded and self._worker.keeps_queries:
-            self._compactor.wait_for_forward()
+            self._worker.wait_for_forward()
         self._worker.settle(decoded)
 
     def _count(self, session: SglangSession) -> Eviction | None:
@@ -370,5 +398,6 @@ def _shorten_batch(batch: Any, removed: dict[int, int]) -> None:
     for i, rows in removed.items():
         taken[i] = rows
     batch.seq_lens_cpu = batch.seq_lens_cpu - taken
-    batch.seq_lens = batch.seq_lens - taken.to(batch.seq_lens.device)
+    on_device = to_device([removed.get(i, 0) for i in range(len(taken))], batch.seq_lens.device)
+    batch.seq_lens = batch.seq_lens - on_device.to(batch.seq_lens.dtype)
     batch.seq_lens_sum -= int(taken.sum())

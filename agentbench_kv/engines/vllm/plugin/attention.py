@@ -1,95 +1,18 @@
-"""The platform's attention backend, showing its queries to the rings that a method keeps.
+"""The platform's attention backends, showing their queries to the rings that a method keeps.
 
 Layers with a window evict nothing: they go by logical lengths where the others go by physical ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from vllm.platforms import current_platform
 
-from agentbench_kv.engines.core.rings import QueryBuffer, RingWrite, as_methods_see
-
-if current_platform.is_cpu():
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend as BaseBackend
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl as BaseImpl
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadataBuilder as BaseBuilder
-else:
-    from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend as BaseBackend
-    from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl as BaseImpl
-    from vllm.v1.attention.backends.flash_attn import (
-        FlashAttentionMetadataBuilder as BaseBuilder,
-    )
-
-
-class QueryCapture:
-    """The queries of the forward that is running in this worker.
-
-    A replayed CUDA graph runs no Python, so batches of up to `buffered` rows, which may be
-    captured, are copied into buffers that live as long as the graph; `finish` writes the rings from
-    them. Larger ones go to the rings as each layer runs.
-    """
-
-    def __init__(self) -> None:
-        self.keep_all = False
-        self._layers: Mapping[str, int] = {}
-        self._rings: QueryBuffer | None = None
-        self._buffers: list[Tensor] = []
-        self._all: dict[int, Tensor] = {}
-        self._write: RingWrite | None = None
-        self._rows = 0
-
-    @property
-    def buffered(self) -> int:
-        """Rows of the static buffers; 0 without any."""
-        return len(self._buffers[0]) if self._buffers else 0
-
-    def connect(self, layers: Mapping[str, int], rings: QueryBuffer, *, keep_all: bool) -> None:
-        """Name the layers (vLLM's name -> index) and their rings; `keep_all` serves `queries`."""
-        self._layers = layers
-        self._rings = rings
-        self.keep_all = keep_all
-
-    def allocate(self, rows: int, layers: int, shape: tuple[int, int], like: Tensor) -> None:
-        """Make static buffers [rows, q_heads, head_dim] before graphs are captured."""
-        self._buffers = [like.new_zeros(rows, *shape) for _ in range(layers)]
-
-    def begin(self, write: RingWrite | None, rows: int) -> None:
-        self._write = write
-        self._rows = rows
-        self._all.clear()
-
-    def see(self, layer_name: str, query: Tensor) -> None:
-        """Take one layer's queries [rows, q_heads, head_dim]; rows past the batch's are padding."""
-        layer = self._layers.get(layer_name)
-        if layer is None:
-            return
-        if len(query) <= self.buffered:
-            self._buffers[layer][: len(query)].copy_(query)
-        else:
-            self._store(layer, query)
-
-    def finish(self) -> None:
-        """Write the rings from the buffers, if this forward went through them."""
-        if self._rows <= self.buffered:
-            for layer, buffer in enumerate(self._buffers):
-                self._store(layer, buffer)
-        self._write = None
-
-    def queries(self, layer: int, first: int, rows: int) -> Tensor:
-        """Return one session's queries [q_heads, rows, head_dim] of the last forward."""
-        return self._all[layer][first : first + rows].transpose(0, 1)
-
-    def _store(self, layer: int, query: Tensor) -> None:
-        if self._write is not None and self._rings is not None:
-            self._rings.write(layer, query[: self._rows].transpose(0, 1), self._write)
-        if self.keep_all:
-            self._all[layer] = query[: self._rows].clone()
-
+from agentbench_kv.engines.core.rings import as_methods_see
+from agentbench_kv.engines.vllm.plugin.capture import QueryCapture
 
 # The worker's own; vLLM creates attention objects itself, so they find it here.
 CAPTURE = QueryCapture()
@@ -134,32 +57,65 @@ class LogicalLengths:
 LOGICAL = LogicalLengths()
 
 
-class WindowBuilder(BaseBuilder):
-    """Gives layers with a window their logical lengths."""
+class WindowBuilder:
+    """Gives layers with a window their logical lengths; before a builder of vLLM's."""
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> Any:
-        if getattr(self.kv_cache_spec, "sliding_window", None) is not None:
+        builder: Any = super()
+        if getattr(getattr(self, "kv_cache_spec", None), "sliding_window", None) is not None:
             common_attn_metadata = LOGICAL.put_into(common_attn_metadata)
-        return super().build(common_prefix_len, common_attn_metadata, fast_build)
+        return builder.build(common_prefix_len, common_attn_metadata, fast_build)
 
 
-class CapturingImpl(BaseImpl):
-    """Shows every forward's queries, post-RoPE, to `CAPTURE`."""
+class CapturingImpl:
+    """Shows every forward's queries, post-RoPE, to `CAPTURE`; before a class of vLLM's."""
+
+    scale: float
 
     def forward(self, layer: Any, query: Any, *args: Any, **kwargs: Any) -> Any:
         CAPTURE.see(layer.layer_name, as_methods_see(query, self.scale))
-        return super().forward(layer, query, *args, **kwargs)
+        attention: Any = super()
+        return attention.forward(layer, query, *args, **kwargs)
 
 
-class CapturingBackend(BaseBackend):
-    """The backend that `CapturingImpl` belongs to."""
+def capturing(name: str, backend: Any, impl: Any, builder: Any) -> Any:
+    """Return a backend of vLLM's whose parts go through ours.
 
-    @staticmethod
-    def get_impl_cls() -> type[CapturingImpl]:
-        return CapturingImpl
+    `name` is the one it has in this module, by which vLLM looks it up.
+    """
+    ours = type(f"Capturing{impl.__name__}", (CapturingImpl, impl), {})
+    windows = type(f"Window{builder.__name__}", (WindowBuilder, builder), {})
+    parts = {
+        "get_impl_cls": staticmethod(lambda: ours),
+        "get_builder_cls": staticmethod(lambda: windows),
+    }
+    return type(name, (backend,), parts)
 
-    @staticmethod
-    def get_builder_cls() -> type[WindowBuilder]:
-        return WindowBuilder
+
+if current_platform.is_cpu():
+    from vllm.v1.attention.backends import cpu_attn
+
+    CapturingCpu = capturing(
+        "CapturingCpu",
+        cpu_attn.CPUAttentionBackend,
+        cpu_attn.CPUAttentionBackendImpl,
+        cpu_attn.CPUAttentionMetadataBuilder,
+    )
+else:
+    from vllm.v1.attention.backends import flash_attn, triton_attn
+
+    CapturingFlash = capturing(
+        "CapturingFlash",
+        flash_attn.FlashAttentionBackend,
+        flash_attn.FlashAttentionImpl,
+        flash_attn.FlashAttentionMetadataBuilder,
+    )
+    # FlashAttention takes no float32, in which engines are held to be exact.
+    CapturingTriton = capturing(
+        "CapturingTriton",
+        triton_attn.TritonAttentionBackend,
+        triton_attn.TritonAttentionImpl,
+        triton_attn.TritonAttentionMetadataBuilder,
+    )

@@ -15,7 +15,10 @@ import torch
 from torch import Tensor
 
 from agentbench_kv.engines.core.ledger import Eviction
-from agentbench_kv.engines.core.rows import CopiedStore, PagedStore
+from agentbench_kv.engines.core.rows import PagedStore
+from agentbench_kv.engines.core.transfers import to_device
+from agentbench_kv.kernels import compact as compact_rows
+from agentbench_kv.kernels import rope_rotate
 from agentbench_kv.kernels.layout import PagedRows
 
 
@@ -163,10 +166,11 @@ def pack_tiles(keys: Tensor, values: Tensor, isa: str) -> Tensor:
     )
 
 
-class PackedStore(CopiedStore):
+class PackedStore:
     """A session's rows in CPU tiles: copied out, compacted, packed into its first blocks again.
 
-    Rows move within the copy as they would in place; packing rewrites whole blocks.
+    Rows move within the copy as they would in place; packing rewrites whole blocks. One layer at a
+    time.
     """
 
     def __init__(self, caches: Sequence[Tensor], blocks: list[int], live: int, isa: str) -> None:
@@ -174,26 +178,61 @@ class PackedStore(CopiedStore):
         self._isa = isa
         self._size = caches[0].shape[2]
         self._blocks = torch.tensor(blocks[: -(-live // self._size)])
-        rows = [
-            [_join(part)[:, :live] for part in unpack_tiles(one[self._blocks], isa)]
-            for one in caches
-        ]
-        super().__init__(torch.stack([k for k, _ in rows]), torch.stack([v for _, v in rows]))
+        self._live = live
 
-    def write_back(self) -> None:
-        """Pack what is left into the session's first blocks."""
-        count = -(-self.keys.shape[2] // self._size)
-        for one, *rows in zip(self._caches, self.keys, self.values, strict=True):
-            keys, values = (_split(part, count, self._size) for part in rows)
-            one[self._blocks[:count]] = pack_tiles(keys, values, self._isa)
+    def keys(self, layer: int) -> Tensor:
+        return self._rows(layer)[0]
+
+    def values(self, layer: int) -> Tensor:
+        return self._rows(layer)[1]
+
+    def keep(self, kept: Tensor, positions: Tensor, extras: Sequence[Tensor], *, sort: bool) -> int:
+        moved, budget = 0, kept.shape[-1]
+        for layer in range(len(self._caches)):
+            rows = [part[None] for part in self._rows(layer)]
+            here = slice(layer, layer + 1)
+            moved += compact_rows(
+                *(rows[0], rows[1], positions[here], kept[here], self._live),
+                extras=[each[here] for each in extras],
+                sort=sort,
+            )
+            self._write(layer, rows[0][0, :, :budget], rows[1][0, :, :budget])
+        self._live = budget
+        return moved
+
+    def rotate(self, shifts: Tensor, frequencies: Tensor) -> None:
+        for layer, shift in enumerate(shifts):
+            keys, values = self._rows(layer)
+            rope_rotate(keys[None, :, : shift.shape[-1]], shift[None], frequencies)
+            self._write(layer, keys, values)
+
+    def _rows(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return copies of a layer's keys and values [kv_heads, live, head_dim]."""
+        keys, values = unpack_tiles(self._caches[layer][self._blocks], self._isa)
+        # Unpacking may give views of a copy that holds both.
+        return (
+            _join(keys)[:, : self._live].contiguous(),
+            _join(values)[:, : self._live].contiguous(),
+        )
+
+    def _write(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Pack a layer's rows into the session's first blocks."""
+        count = -(-keys.shape[1] // self._size)
+        keys, values = (_split(part, count, self._size) for part in (keys, values))
+        self._caches[layer][self._blocks[:count]] = pack_tiles(keys, values, self._isa)
 
 
-def paged_store(caches: Sequence[Tensor], blocks: list[int], live: int) -> PagedStore:
-    """Return the store of a session whose rows are contiguous in memory."""
+def paged_rows(caches: Sequence[Tensor]) -> tuple[PagedRows, PagedRows]:
+    """Return keys and values of caches whose rows are contiguous in memory."""
     dim = caches[0].shape[-1] // 2
-    keys = PagedRows.of([cache[..., :dim] for cache in caches], "bhrd")
-    values = PagedRows.of([cache[..., dim:] for cache in caches], "bhrd")
-    table = torch.tensor(blocks, dtype=torch.int32, device=caches[0].device)
+    halves = (slice(dim), slice(dim, None))
+    keys, values = (PagedRows.of([cache[..., half] for cache in caches], "bhrd") for half in halves)
+    return keys, values
+
+
+def paged_store(keys: PagedRows, values: PagedRows, blocks: list[int], live: int) -> PagedStore:
+    """Return the store of a session in `paged_rows`."""
+    table = to_device(blocks, keys.layers[0].device, torch.int32)
     return PagedStore(keys, values, table, live)
 
 

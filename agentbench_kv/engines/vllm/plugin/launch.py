@@ -58,13 +58,15 @@ def main() -> None:
 
 
 def register() -> None:
-    """Put the query-keeping attention backend in the place of vLLM's own."""
+    """Put the query-keeping attention backends in the place of vLLM's own."""
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    cpu = current_platform.is_cpu()
-    replaced = AttentionBackendEnum.CPU_ATTN if cpu else AttentionBackendEnum.FLASH_ATTN
-    register_backend(replaced, "agentbench_kv.engines.vllm.plugin.attention.CapturingBackend")
+    gpu = {"FLASH_ATTN": "CapturingFlash", "TRITON_ATTN": "CapturingTriton"}
+    replaced = {"CPU_ATTN": "CapturingCpu"} if current_platform.is_cpu() else gpu
+    for name, ours in replaced.items():
+        path = f"agentbench_kv.engines.vllm.plugin.attention.{ours}"
+        register_backend(AttentionBackendEnum[name], path)
 
 
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
@@ -102,7 +104,9 @@ SYMBOLS: Mapping[str, tuple[str, ...]] = {
     f"{_RUNNER}.execute_model": ("scheduler_output",),
     f"{_RUNNER}.sample_tokens": (),
     f"{_RUNNER}._prepare_inputs": ("scheduler_output", "num_scheduled_tokens"),
-    f"{_RUNNER}.initialize_kv_cache": ("kv_cache_config",),
+    f"{_RUNNER}.initialize_kv_cache": ("kv_cache_config", "is_profiling"),
+    f"{_RUNNER}.profile_run": (),
+    f"{_RUNNER}.get_kv_cache_spec": (),
     "vllm.v1.worker.gpu_worker:Worker._make_model_runner": (),
     f"{_TABLE}.__getitem__": ("idx",),
     f"{_ROWS}.add_row": ("block_ids", "row_idx"),
@@ -116,6 +120,7 @@ SYMBOLS: Mapping[str, tuple[str, ...]] = {
     f"{_REGISTRY}:register_backend": ("backend", "class_path"),
     f"{_REGISTRY}:AttentionBackendEnum.CPU_ATTN": (),
     f"{_REGISTRY}:AttentionBackendEnum.FLASH_ATTN": (),
+    f"{_REGISTRY}:AttentionBackendEnum.TRITON_ATTN": (),
     "vllm.v1.kv_cache_interface:FullAttentionSpec": (),
     "vllm.v1.kv_cache_interface:SlidingWindowSpec": ("sliding_window",),
     "vllm.entrypoints.cli.main:main": (),

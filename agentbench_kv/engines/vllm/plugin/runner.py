@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, SupportsInt
 
 import numpy as np
 import torch
@@ -19,14 +19,16 @@ from agentbench_kv.engines.core.ledger import EvictionOrder, RowsMoved, StepPlan
 from agentbench_kv.engines.core.policy import BackendPolicy, rope_frequencies
 from agentbench_kv.engines.core.rings import RowShape
 from agentbench_kv.engines.core.rows import Fed, RowStore, WorkerRows
+from agentbench_kv.engines.core.transfers import to_device
 from agentbench_kv.engines.vllm.plugin.attention import CAPTURE, LOGICAL, CapturingImpl
-from agentbench_kv.engines.vllm.plugin.blocks import PackedStore, paged_store
+from agentbench_kv.engines.vllm.plugin.blocks import PackedStore, paged_rows, paged_store
 from agentbench_kv.engines.vllm.plugin.launch import (
+    attention_of,
     evicting_group,
     refuse_wrong_results,
     register,
 )
-from agentbench_kv.methods.base import QueryKind
+from agentbench_kv.kernels.layout import PagedRows
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner as BaseRunner
@@ -43,22 +45,32 @@ class EvictingRunner(BaseRunner):
     with each step's `StepPlan`. Layers with a window evict nothing and go by logical lengths.
     """
 
-    _kvbench_moved: list[RowsMoved]
+    _kvbench_layers: list[Any]  # vLLM's attention layers that evict, in order
+    _kvbench_rows: WorkerRows
+    _kvbench_moved: list[tuple[EvictionOrder, SupportsInt]]
 
-    def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
+    def profile_run(self, *args: Any, **kwargs: Any) -> None:
+        """Take the memory of queries first, so that vLLM's cache takes what is left."""
+        if self.device.type != "cpu":
+            self._kvbench_connect(BackendPolicy.load(), self._kvbench_planned())
+        super().profile_run(*args, **kwargs)
+
+    def initialize_kv_cache(
+        self, kv_cache_config: Any, *args: Any, is_profiling: bool = False, **kwargs: Any
+    ) -> None:
         """Allocate the cache, then find its layers; graphs are captured after this."""
-        policy = BackendPolicy.load()
+        LOGICAL.allocate(self.seq_lens)
+        if is_profiling:  # a cache of a few blocks, which is gone before there is the real one
+            super().initialize_kv_cache(kv_cache_config, *args, is_profiling=True, **kwargs)
+            return
+        known: WorkerRows | None = getattr(self, "_kvbench_rows", None)
+        policy = BackendPolicy.load() if known is None else known.policy
         # The scheduler would refuse the same, but comes later.
         refuse_wrong_results(self.vllm_config, kv_cache_config, policy.method)
-        LOGICAL.allocate(self.seq_lens)
         super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
-        self._kvbench_connect(policy)
-        if self.device.type != "cpu":
-            # CUDA graphs copy queries to buffers as large as the largest captured batch.
-            rows = max(self.compilation_config.cudagraph_capture_sizes or [0])
-            shape = self._kvbench_rows.shape
-            like = torch.empty(0, dtype=shape.dtype, device=shape.device)
-            CAPTURE.allocate(rows, shape.layers, (shape.q_heads, shape.head_dim), like)
+        found = self.compilation_config.static_forward_context
+        names = self.kv_cache_config.kv_cache_groups[self._kvbench_group].layer_names
+        self._kvbench_connect(policy, [found[name] for name in names])
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """Run one step between what is due before it and what is due after it."""
@@ -67,7 +79,8 @@ class EvictingRunner(BaseRunner):
             return super().execute_model(scheduler_output, *args, **kwargs)
         self._kvbench_plan = plan
         if plan.method is not None:
-            self._kvbench_connect(self._kvbench_rows.policy.with_method(plan.method))
+            policy = self._kvbench_rows.policy.with_method(plan.method)
+            self._kvbench_connect(policy, self._kvbench_layers)
         for session in plan.dropped:
             self._kvbench_rows.drop(session)
         for session, length in plan.rewound.items():
@@ -89,7 +102,10 @@ class EvictingRunner(BaseRunner):
         if moved and hasattr(output, "sampled_token_ids"):
             # A copy: vLLM shares one empty output between steps.
             output = replace(output)
-            output.kvbench = moved
+            # vLLM has waited for the tokens: what was moved before them is known, too.
+            output.kvbench = [
+                RowsMoved(order.session, order.number, int(rows)) for order, rows in moved
+            ]
         return output
 
     def _prepare_inputs(self, scheduler_output: Any, num_scheduled: Any) -> Any:
@@ -107,11 +123,11 @@ class EvictingRunner(BaseRunner):
         requests = self.input_batch.req_ids[:count]
         missing = np.array([plan.deficits.get(request, 0) for request in requests])
         LOGICAL.begin(self.seq_lens, self.optimistic_seq_lens_cpu)
-        lengths = torch.from_numpy(missing).to(self.seq_lens.dtype)
-        self.seq_lens[:count] -= lengths.to(self.seq_lens.device)
-        if self.optimistic_seq_lens_cpu.data_ptr() != self.seq_lens.data_ptr():
-            self.optimistic_seq_lens_cpu[:count] -= lengths.to(self.optimistic_seq_lens_cpu.dtype)
-        rows = torch.from_numpy(np.repeat(missing, num_scheduled)).to(self.positions.device)
+        self.seq_lens[:count] -= to_device(missing, self.seq_lens.device, self.seq_lens.dtype)
+        on_cpu = self.optimistic_seq_lens_cpu
+        if on_cpu.data_ptr() != self.seq_lens.data_ptr():
+            on_cpu[:count] -= torch.from_numpy(missing).to(on_cpu.dtype)
+        rows = to_device(np.repeat(missing, num_scheduled), self.positions.device)
         physical = self.positions[: len(rows)] - rows
         self._kvbench_table.compute_slot_mapping(
             count, self.query_start_loc.gpu[: count + 1], physical
@@ -134,9 +150,7 @@ class EvictingRunner(BaseRunner):
         for order in orders:
             store = self._kvbench_store(order.blocks, order.eviction.live)
             moved = self._kvbench_rows.remove(order, store)
-            if isinstance(store, PackedStore):
-                store.write_back()
-            self._kvbench_moved.append(RowsMoved(order.session, order.number, moved))
+            self._kvbench_moved.append((order, moved))
 
     def _kvbench_shorten(self, request: str, order: EvictionOrder) -> None:
         """Forget the blocks a running request gave back."""
@@ -157,18 +171,18 @@ class EvictingRunner(BaseRunner):
             live = part.first_position + len(part.tokens)
             live -= self._kvbench_plan.deficits.get(request, 0)
             blocks = self.requests[request].block_ids[self._kvbench_group]
-            keys, _ = self._kvbench_store(blocks, live).read()
+            store = self._kvbench_store(blocks, live)
             for layer in range(rows.shape.layers):
                 queries = CAPTURE.queries(layer, start, len(part.tokens))
                 sinks = getattr(self._kvbench_layers[layer].impl, "sinks", None)
-                rows.sums.add(part.session, layer, queries, keys[layer], sinks)
+                rows.sums.add(part.session, layer, queries, store.keys(layer), sinks)
             start += len(part.tokens)
 
     def _kvbench_store(self, blocks: list[int], live: int) -> RowStore:
         if self.device.type == "cpu":
             isa = str(self._kvbench_layers[0].isa)
             return PackedStore(self._kvbench_caches, blocks, live, isa)
-        return paged_store(self._kvbench_caches, blocks, live)
+        return paged_store(*self._kvbench_pages, blocks, live)
 
     @cached_property
     def _kvbench_group(self) -> int:
@@ -180,12 +194,11 @@ class EvictingRunner(BaseRunner):
         """Its table of blocks."""
         return self.input_batch.block_table[self._kvbench_group]
 
-    @cached_property
-    def _kvbench_layers(self) -> list[Any]:
-        """VLLM's attention layers that evict, in order."""
-        group = self.kv_cache_config.kv_cache_groups[self._kvbench_group]
+    def _kvbench_planned(self) -> list[Any]:
+        """Return vLLM's attention layers that will evict, in order, before there is a cache."""
         found = self.compilation_config.static_forward_context
-        return [found[name] for name in group.layer_names]
+        specs = self.get_kv_cache_spec()
+        return [found[name] for name, spec in specs.items() if attention_of(spec) == "full"]
 
     @cached_property
     def _kvbench_caches(self) -> list[Tensor]:
@@ -193,21 +206,37 @@ class EvictingRunner(BaseRunner):
         caches = (layer.kv_cache for layer in self._kvbench_layers)
         return [cache if isinstance(cache, Tensor) else cache[0] for cache in caches]
 
-    def _kvbench_connect(self, policy: BackendPolicy) -> None:
-        layers = self._kvbench_layers
-        wants_queries = policy.method.query_plan().kind is not QueryKind.NONE
-        if wants_queries and not all(isinstance(layer.impl, CapturingImpl) for layer in layers):
-            name = type(layers[0].impl).__name__
-            raise ValueError(f"kvbench: {name} shows no queries; use another attention backend")
+    @cached_property
+    def _kvbench_pages(self) -> tuple[PagedRows, PagedRows]:
+        """Keys and values of all layers as the kernels take them."""
+        return paged_rows(self._kvbench_caches)
+
+    def _kvbench_connect(self, policy: BackendPolicy, layers: list[Any]) -> None:
+        """Begin with a method; on a GPU, make all that it keeps of queries."""
+        others = [each for each in layers if not isinstance(each.impl, CapturingImpl)]
+        if policy.method.compresses and others:
+            raise ValueError(
+                f"kvbench: {type(others[0].impl).__name__} shows no queries, and which lengths it "
+                "goes by is not known; use another attention backend (--engine-arg "
+                "attention-backend=FLASH_ATTN, or TRITON_ATTN in float32)"
+            )
         heads, kv_heads = layers[0].num_heads, layers[0].num_kv_heads
         head_dim = layers[0].head_size
         shape = RowShape(len(layers), heads, kv_heads, head_dim, self.dtype, self.device)
-        frequencies = rope_frequencies(policy).to(self.device)
-        rows = WorkerRows(policy, shape, frequencies)
+        rows: WorkerRows | None = getattr(self, "_kvbench_rows", None)
+        if rows is None or rows.policy is not policy or rows.shape != shape:
+            rows = WorkerRows(policy, shape, rope_frequencies(policy).to(self.device))
         names = {layer.layer_name: index for index, layer in enumerate(layers)}
         CAPTURE.connect(names, rows.rings, keep_all=rows.wants_sums)
+        self._kvbench_layers = layers
         self._kvbench_rows = rows
         self._kvbench_moved = []
+        if self.device.type != "cpu":
+            # CUDA graphs copy queries to buffers as large as the largest captured batch.
+            captured = max(self.compilation_config.cudagraph_capture_sizes or [0])
+            like = torch.empty(0, dtype=shape.dtype, device=shape.device)
+            CAPTURE.allocate(captured, shape.layers, (heads, head_dim), like)
+            rows.rings.reserve(self.max_num_reqs)
 
 
 class EvictingWorker(BaseWorker):

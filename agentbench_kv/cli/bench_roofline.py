@@ -1,0 +1,157 @@
+"""`kvbench bench roofline`: how fast a model can be on a machine, and how near a run came."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from agentbench_kv.cli import options as opt
+
+if TYPE_CHECKING:
+    from agentbench_kv.serving_bench.achieved import Achieved
+    from agentbench_kv.serving_bench.hardware import Hardware
+    from agentbench_kv.serving_bench.roofline import Decoder, Limit, StepWork
+
+WEIGHTS = ("float32", "float16", "bfloat16", "float8")
+CACHES = (*WEIGHTS, "int8", "int4")
+_HEADER = (
+    "what", "sessions", "live", "GB to move", "GFLOP", "memory, ms", "compute, ms", "bound by",
+    "limit, tok/s", "achieved, tok/s", "of the limit",
+)  # fmt: skip
+
+
+@click.command()
+@opt.local("--hardware NAME|FILE", "a100, h100, h200, FILE.json, or measured: this machine.")
+@opt.local("--model", "Model folder or micro; only its config.json is read.", default="micro")
+@opt.local("--dtype", "Of the weights.", click.Choice(WEIGHTS), show_default=False)
+@opt.local("--kv-dtype", "Of the cache.  [default: that of the weights]", click.Choice(CACHES))
+@opt.local("--sessions", "In a batch.", opt.POSITIVE, default=(1, 8, 32), show_default=False)
+@opt.local("--live", "Live tokens of each.", opt.POSITIVE, default=(1024, 8192), show_default=False)
+@opt.local("--seen", "Tokens ever seen, for windows.  [default: the live ones]", opt.POSITIVE)
+@opt.local("--prompt", "Tokens prefilled at once.", opt.POSITIVE, default=(8192,))
+@opt.local(
+    "--run runs RUN", "A run, or a folder of bench serving: its counts, its share of the limit.",
+    multiple=True,
+)  # fmt: skip
+@opt.out_option("Folder of runs, for one named by id.")
+@opt.json_option
+def roofline(hardware: str | None, model: str, as_json: bool, **options: Any) -> None:
+    """Compare bytes and operations of a step with a machine's limits.
+
+    Without --run everything is a prediction: a limit that nobody can beat. With it, live tokens and
+    bytes of K and V are the run's own counts, and its time per token is set against the limit.
+    """
+    from agentbench_kv.engines.embedded.model import model_path
+    from agentbench_kv.errors import UsageError
+    from agentbench_kv.serving_bench import achieved
+    from agentbench_kv.serving_bench.hardware import document as machine_document
+    from agentbench_kv.serving_bench.hardware import find_hardware
+    from agentbench_kv.serving_bench.roofline import document, read_decoder
+
+    if hardware is None:
+        raise UsageError("--hardware is missing: a100, h100, h200, FILE.json or measured")
+    decoder = read_decoder(model_path(model))
+    found = [
+        each for run in options["runs"] for each in achieved.read_achieved(run, options["out"])
+    ]
+    dtype = options["dtype"] or (found[0].dtype if found else "bfloat16")
+    machine = find_hardware(hardware, dtype)
+    if found:
+        rows = [_achieved_row(each, decoder, machine, dtype, options["kv_dtype"]) for each in found]
+    else:
+        rows = _predicted(decoder, machine, dtype, options)
+    if as_json:
+        about = {"hardware": machine_document(machine), "model": document(decoder)}
+        opt.print_json({**about, "dtype": dtype, "prediction": not found, "rows": rows})
+        return
+    click.echo(f"{machine.name}: {machine.said(dtype)}")
+    click.echo(_what_it_is(machine, found))
+    click.echo(f"| {' | '.join(_HEADER)} |\n|---|{'--:|' * (len(_HEADER) - 1)}")
+    for row in rows:
+        click.echo(_line(row))
+    for note in dict.fromkeys(note for row in rows for note in row["notes"]):
+        click.echo(f"note: {note}")
+
+
+def _what_it_is(machine: Hardware, found: list[Achieved]) -> str:
+    if found:
+        return "limits from the run's counts; achieved is what the run measured"
+    limits = "measured limits" if machine.measured else "published limits"
+    return f"predictions from {limits}: no model was run"
+
+
+def _predicted(
+    decoder: Decoder, machine: Hardware, dtype: str, options: dict[str, Any]
+) -> list[dict[str, Any]]:
+    from agentbench_kv.serving_bench.roofline import decode_step, prefill
+
+    kinds: dict[str, Any] = {"dtype": dtype, "kv_dtype": options["kv_dtype"] or dtype}
+    rows = []
+    for tokens in options["prompt"]:
+        work = prefill(decoder, tokens, **kinds)
+        limit = work.limit(machine, dtype)
+        rows.append(_row("prefill", 1, tokens, work, limit, tokens))
+    for live in options["live"]:
+        for sessions in options["sessions"]:
+            seen = max(options["seen"] or live, live)
+            work = decode_step(decoder, sessions, live, seen, **kinds)
+            limit = work.limit(machine, dtype)
+            rows.append(_row("decode", sessions, live, work, limit, sessions))
+    return rows
+
+
+def _achieved_row(
+    run: Achieved, decoder: Decoder, machine: Hardware, dtype: str, kv_dtype: str | None
+) -> dict[str, Any]:
+    from agentbench_kv.serving_bench.roofline import decode_step
+
+    work = decode_step(
+        decoder, run.sessions, run.rows, run.seen, dtype=dtype, kv_dtype=kv_dtype or dtype,
+        read=run.read,
+    )  # fmt: skip
+    limit = work.limit(machine, dtype)
+    row = _row(f"decode: {run.name}", run.sessions, run.rows, work, limit, run.sessions)
+    speed = run.sessions / run.step_s
+    notes = [run.assumed] if run.assumed else []
+    where = run.hardware.get("gpu") or run.hardware.get("cpu")
+    if where:
+        notes.append(f"the run's own record says it ran on {where}")
+    if Path(run.model).name != decoder.name:
+        notes.append(f"the run is of {Path(run.model).name}, the limit of {decoder.name}")
+    return row | {
+        "achieved_tokens_per_s": speed,
+        "share_of_limit": limit.seconds / run.step_s,
+        "notes": notes,
+    }
+
+
+def _row(
+    what: str, sessions: float, live: float, work: StepWork, limit: Limit, tokens: float
+) -> dict[str, Any]:
+    return {
+        "what": what,
+        "sessions": sessions,
+        "live": live,
+        "bytes": work.bytes,
+        "flops": work.flops,
+        "memory_s": limit.memory_s,
+        "compute_s": limit.compute_s,
+        "bound_by": limit.bound,
+        "limit_tokens_per_s": tokens / limit.seconds,
+        "achieved_tokens_per_s": None,
+        "share_of_limit": None,
+        "notes": [],
+    }
+
+
+def _line(row: dict[str, Any]) -> str:
+    speed, share = row["achieved_tokens_per_s"], row["share_of_limit"]
+    cells = (
+        row["what"], f"{row['sessions']:.3g}", f"{row['live']:,.0f}", f"{row['bytes'] / 1e9:,.3f}",
+        f"{row['flops'] / 1e9:,.2f}", f"{row['memory_s'] * 1e3:,.3f}",
+        f"{row['compute_s'] * 1e3:,.3f}", row["bound_by"], f"{row['limit_tokens_per_s']:,.0f}",
+        "" if speed is None else f"{speed:,.1f}", "" if share is None else f"{share:.1%}",
+    )  # fmt: skip
+    return f"| {' | '.join(cells)} |"

@@ -1,0 +1,94 @@
+"""The queries of a forward, as attention layers show them, on their way to a method's rings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from agentbench_kv.engines.core.rings import QueryBuffer, RingWrite
+
+
+class QueryCapture:
+    """The queries of the forward that is running in this worker.
+
+    A replayed CUDA graph runs no Python, so batches of up to `buffered` rows, which may be
+    captured, are copied into buffers that live as long as the graph; `finish` writes the rings from
+    them. Larger ones go to the rings as each layer runs.
+    """
+
+    def __init__(self) -> None:
+        self.keep_all = False
+        self._layers: Mapping[str, int] = {}
+        self._rings: QueryBuffer | None = None
+        self._buffers: list[Tensor] = []
+        self._all: dict[int, Tensor] = {}
+        self._write: RingWrite | None = None
+        self._rows = 0
+        self._seen: set[int] = set()
+
+    @property
+    def buffered(self) -> int:
+        """Rows of the static buffers; 0 without any."""
+        return len(self._buffers[0]) if self._buffers else 0
+
+    def connect(self, layers: Mapping[str, int], rings: QueryBuffer, *, keep_all: bool) -> None:
+        """Name the layers (vLLM's name -> index) and their rings; `keep_all` serves `queries`."""
+        if layers != self._layers:
+            self._seen.clear()
+        self._layers = layers
+        self._rings = rings
+        self.keep_all = keep_all
+
+    def allocate(self, rows: int, layers: int, shape: tuple[int, int], like: Tensor) -> None:
+        """Make static buffers [rows, q_heads, head_dim], unless there are such.
+
+        Before vLLM looks how much memory its cache may take, and before graphs are captured.
+        """
+        if (len(self._buffers), self.buffered) == (layers, rows):
+            return
+        self._buffers = [like.new_zeros(rows, *shape) for _ in range(layers)]
+
+    def begin(self, write: RingWrite | None, rows: int) -> None:
+        self._write = write
+        self._rows = rows
+        self._all.clear()
+
+    def see(self, layer_name: str, query: Tensor) -> None:
+        """Take one layer's queries [rows, q_heads, head_dim]; rows past the batch's are padding."""
+        layer = self._layers.get(layer_name)
+        if layer is None:
+            return
+        self._seen.add(layer)
+        if len(query) <= self.buffered:
+            self._buffers[layer][: len(query)].copy_(query)
+        else:
+            self._store(layer, query)
+
+    def finish(self) -> None:
+        """Write the rings from the buffers, if this forward went through them.
+
+        Every layer must have shown its queries by now: in this forward, or when its graph was
+        captured. Otherwise the rings hold nothing, and a method would rank by that.
+        """
+        wanted = self._write is not None or self.keep_all
+        if wanted and (missing := [n for n, i in self._layers.items() if i not in self._seen]):
+            raise ValueError(
+                f"kvbench: {len(missing)} of {len(self._layers)} attention layers show no queries "
+                f"({missing[0]}, ...); use another attention backend (--engine-arg "
+                "attention-backend=FLASH_ATTN)"
+            )
+        if self._rows <= self.buffered:
+            for layer, buffer in enumerate(self._buffers):
+                self._store(layer, buffer)
+        self._write = None
+
+    def queries(self, layer: int, first: int, rows: int) -> Tensor:
+        """Return one session's queries [q_heads, rows, head_dim] of the last forward."""
+        return self._all[layer][first : first + rows].transpose(0, 1)
+
+    def _store(self, layer: int, query: Tensor) -> None:
+        if self._write is not None and self._rings is not None:
+            self._rings.write(layer, query[: self._rows].transpose(0, 1), self._write)
+        if self.keep_all:
+            self._all[layer] = query[: self._rows].clone()

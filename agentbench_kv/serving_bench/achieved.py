@@ -1,0 +1,102 @@
+"""What a run reached, from its own counts, for the roofline: an accuracy run's or a load test's."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agentbench_kv.errors import UsageError
+from agentbench_kv.results.records import TrialRecord
+from agentbench_kv.results.store import RunReader, RunStore
+from agentbench_kv.serving_bench.measurements import PLAN, LoadMeasurement, ServingFolder
+
+
+@dataclass(frozen=True)
+class Achieved:
+    """Decoding as a run counted and timed it."""
+
+    name: str
+    sessions: float  # in a step
+    rows: float  # live per (layer, KV head), mean over decode steps
+    seen: float  # tokens ever seen, mean
+    step_s: float  # between two tokens of a session
+    dtype: str  # of the weights
+    read: float | None  # bytes of K and V a decoded token has read, where the engine counted them
+    model: str
+    hardware: Mapping[str, Any]  # what the record says of its machine
+    assumed: str = ""  # what of this the run does not say
+
+
+def read_achieved(path: str, out: Path) -> list[Achieved]:
+    """Return what a run has: one line of an accuracy run, one for each load of a load test."""
+    folder = Path(path)
+    if (folder / PLAN).is_file():
+        return list(_loads(ServingFolder.read(folder)))
+    return [_run(RunStore(out).find(path))]
+
+
+def _run(run: RunReader) -> Achieved:
+    info = run.info
+    records = [r for r in run.trials() if r.kv.decode_tokens and r.timing.tpot_ms]
+    if not records:
+        raise UsageError(
+            f"{run.path} has no trial with decoded tokens and a time per token; play it with an "
+            "engine that counts its cache"
+        )
+    tokens = [record.kv.decode_tokens for record in records]
+
+    def mean(values: Sequence[float]) -> float:
+        return statistics.fmean(values, tokens)
+
+    concurrency = min(int(info.spec.get("concurrency") or 1), len(records))
+    busy = sum(record.timing.e2e_s or 0.0 for record in records)
+    reached = min(concurrency, max(1.0, busy / info.wall_s)) if info.wall_s else concurrency
+    return Achieved(
+        name=f"{info.spec.get('method')} {info.spec.get('budget') or ''}".strip(),
+        sessions=reached,
+        rows=mean([record.kv.mean_decode_kv for record in records]),
+        seen=mean([_mean_seen(record) for record in records]),
+        step_s=mean([record.timing.tpot_ms or 0.0 for record in records]) / 1e3,
+        dtype=str(info.spec.get("dtype") or "float32"),
+        read=sum(record.kv.bytes_read for record in records) / sum(tokens),
+        model=str(info.spec.get("model")),
+        hardware=info.provenance.get("hardware") or {},
+        assumed="sessions in a step: the mean of trials at once" * (concurrency > 1),
+    )
+
+
+def _mean_seen(record: TrialRecord) -> float:
+    """Return about how long a session was while it decoded: half way through its answers."""
+    return record.kv.logical - record.kv.decode_tokens / 2
+
+
+def _loads(folder: ServingFolder) -> Iterator[Achieved]:
+    """Yield medians over repetitions of each arm, shape and load."""
+    cells: dict[tuple[str, str, str], list[LoadMeasurement]] = defaultdict(list)
+    for each in folder.measurements():
+        if each.kv and each.figures.get("median_tpot_ms"):
+            cells[each.arm, each.shape, each.load].append(each)
+    if not cells:
+        raise UsageError(f"{folder.path} has no measurement with a KV account and a time per token")
+    for (arm, shape, load), repeats in cells.items():
+
+        def median(name: str, of: Sequence[LoadMeasurement] = repeats) -> float:
+            return statistics.median(float(each.figures.get(name, 0)) for each in of)
+
+        accounts = [each.kv or {} for each in repeats]
+        yield Achieved(
+            name=f"{arm} {shape} {load}",
+            sessions=max(1.0, median("concurrency")),
+            rows=statistics.median(account["mean_decode_kv"] for account in accounts),
+            seen=statistics.median(account["median_logical"] for account in accounts),
+            step_s=median("median_tpot_ms") / 1e3,
+            dtype=folder.plan.dtype or "float32",
+            read=None,
+            model=folder.plan.model,
+            hardware=folder.provenance.get("hardware") or {},
+            assumed="sessions in a step: the mean of requests in flight",
+        )

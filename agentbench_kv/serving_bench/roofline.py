@@ -1,0 +1,202 @@
+"""How fast a decoder can be on a machine: bytes and operations of a step against its limits.
+
+Counted are matrices and attention, as the configuration gives them; norms, embeddings' rows, RoPE
+and sampling are left out, so a limit is one that nobody can beat, not one that somebody reaches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from agentbench_kv.engines.serving.wire import decoder_config, read_model
+from agentbench_kv.errors import UsageError
+from agentbench_kv.serving_bench.hardware import Hardware
+
+# Bytes of a number in weights or cache; scales of quantised ones are not counted.
+BYTES = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0, "float8": 1.0, "int8": 1.0, "int4": 0.5}
+# Model types whose feed-forward has two matrices; the others' have a gate besides.
+_UNGATED = (
+    *("bloom", "falcon", "gpt2", "gpt_neox", "gptj", "mpt", "nemotron", "opt", "persimmon"),
+    *("phi", "starcoder2"),
+)
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """What of a decoder's configuration decides how much there is to do."""
+
+    name: str
+    windows: tuple[int, ...]  # of each layer, how many tokens it looks back on; 0: all
+    q_width: int  # channels of all query heads
+    kv_width: int  # and of all KV heads
+    common: int  # elements of the matrices that every token meets, the output's apart
+    head: int  # of the output matrix, which only sampled tokens meet
+    expert: int = 0  # of one expert in one layer
+    experts: int = 0  # in a layer
+    chosen: int = 0  # of them, for one token
+    expert_layers: int = 0
+
+    def touched(self, tokens: float) -> float:
+        """Return how many experts of a layer some tokens meet together, if they choose evenly."""
+        if not self.experts:
+            return 0.0
+        missed = float((1 - self.chosen / self.experts) ** tokens)
+        return self.experts * (1 - missed)
+
+    def weights(self, tokens: float) -> float:
+        """Return the elements that have to be read for some tokens, the output matrix apart."""
+        return self.common + self.expert_layers * self.touched(tokens) * self.expert
+
+    @property
+    def active(self) -> int:
+        """Elements that one token is multiplied by, the output matrix apart."""
+        return self.common + self.expert_layers * self.chosen * self.expert
+
+    @property
+    def kv_elements(self) -> int:
+        """Keys and values of one token in one layer."""
+        return 2 * self.kv_width
+
+    def attended(self, rows: float, seen: float) -> float:
+        """Return rows that a token attends to, over all layers: `rows`, or a window's of `seen`."""
+        return sum(min(window, seen) if window else rows for window in self.windows)
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """What there is to move and to compute."""
+
+    bytes: float
+    flops: float
+
+    def limit(self, hardware: Hardware, dtype: str) -> Limit:
+        return Limit(self.bytes / hardware.bytes_per_s, self.flops / hardware.rate(dtype))
+
+
+@dataclass(frozen=True)
+class Limit:
+    """The least time of some work, by what bounds it."""
+
+    memory_s: float
+    compute_s: float
+
+    @property
+    def seconds(self) -> float:
+        return max(self.memory_s, self.compute_s)
+
+    @property
+    def bound(self) -> str:
+        return "memory" if self.memory_s >= self.compute_s else "compute"
+
+
+def decode_step(
+    decoder: Decoder,
+    sessions: float,
+    rows: float,
+    seen: float,
+    *,
+    dtype: str,
+    kv_dtype: str,
+    read: float | None = None,
+) -> StepWork:
+    """Count one decoded token of each of some sessions.
+
+    Parameters
+    ----------
+    sessions : float
+        In one batch, so that weights are read once.
+    rows, seen : float
+        Of each session: live rows per (layer, KV head), and tokens ever seen, of which layers with
+        a window read their last.
+    dtype, kv_dtype : str
+        Of weights and cache, names of `BYTES`.
+    read : float, optional
+        Bytes of K and V that a session's token reads, where an engine has counted them.
+    """
+    attended = decoder.attended(rows, seen)
+    if read is None:
+        read = attended * decoder.kv_elements * BYTES[kv_dtype]
+    written = len(decoder.windows) * decoder.kv_elements * BYTES[kv_dtype]
+    weights = decoder.weights(sessions) + decoder.head
+    flops = 2 * (decoder.active + decoder.head) + 4 * decoder.q_width * attended
+    return StepWork(weights * BYTES[dtype] + sessions * (read + written), sessions * flops)
+
+
+def prefill(decoder: Decoder, tokens: int, *, dtype: str, kv_dtype: str) -> StepWork:
+    """Count a prompt of so many tokens read in one pass, whose last one is sampled from."""
+    pairs = sum(_pairs(tokens, window) for window in decoder.windows)
+    rows = 2 * tokens * len(decoder.windows)  # written, and read by attention
+    weights = decoder.weights(tokens) + decoder.head
+    flops = 2 * tokens * decoder.active + 2 * decoder.head + 4 * decoder.q_width * pairs
+    moved = weights * BYTES[dtype] + rows * decoder.kv_elements * BYTES[kv_dtype]
+    return StepWork(moved, flops)
+
+
+def _pairs(tokens: int, window: int) -> int:
+    """Return how many (query, key) pairs causal attention has."""
+    reach = min(window or tokens, tokens)
+    return reach * (reach + 1) // 2 + (tokens - reach) * reach
+
+
+def read_decoder(path: Path) -> Decoder:
+    """Read a model folder's configuration; UsageError for a kind of layers not counted here."""
+    facts, config = read_model(path), decoder_config(path)
+    if facts.unevictable:
+        raise UsageError(f"{path.name}: {facts.unevictable} are not counted by the roofline")
+    hidden, layers = int(config["hidden_size"]), facts.layers
+    q_width, kv_width = facts.q_heads * facts.head_dim, facts.kv_heads * facts.head_dim
+    attention = hidden * (2 * q_width + 2 * kv_width)
+    matrices = 2 if facts.family in _UNGATED else 3
+    dense = matrices * hidden * int(config.get("intermediate_size") or 4 * hidden)
+    mixture = _mixture(config, hidden, matrices, layers)
+    dense_layers, own = layers - mixture.layers, mixture.layers * mixture.beside
+    return Decoder(
+        *(path.name, facts.windows or (0,) * layers, q_width, kv_width),
+        common=layers * attention + dense_layers * dense + own,
+        head=hidden * int(config["vocab_size"]),
+        expert=mixture.expert,
+        experts=mixture.experts,
+        chosen=mixture.chosen,
+        expert_layers=mixture.layers,
+    )
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """What a mixture of experts has in each of its layers; zeros of a dense model."""
+
+    layers: int = 0
+    expert: int = 0  # elements of one expert
+    experts: int = 0
+    chosen: int = 0
+    beside: int = 0  # elements of the router and of experts that every token meets
+
+
+def _mixture(config: Mapping[str, Any], hidden: int, matrices: int, layers: int) -> Mixture:
+    def number(*names: str) -> int:
+        return next((int(config[name]) for name in names if config.get(name)), 0)
+
+    experts = number("num_experts", "num_local_experts", "n_routed_experts")
+    if not experts:
+        return Mixture()
+    width = number("moe_intermediate_size", "intermediate_size")
+    shared = number("shared_expert_intermediate_size") or number("n_shared_experts") * width
+    step, dense_only = number("decoder_sparse_step") or 1, config.get("mlp_only_layers") or ()
+    first = number("first_k_dense_replace")
+    sparse = [
+        i for i in range(layers) if i >= first and i not in dense_only and (i + 1) % step == 0
+    ]
+    return Mixture(
+        layers=len(sparse),
+        expert=matrices * hidden * width,
+        experts=experts,
+        chosen=number("num_experts_per_tok", "experts_per_token"),
+        beside=hidden * experts + matrices * hidden * shared,
+    )
+
+
+def document(decoder: Decoder) -> dict[str, Any]:
+    return asdict(decoder) | {"active": decoder.active}

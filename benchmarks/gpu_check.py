@@ -1,0 +1,391 @@
+"""What anyone with a GPU runs first: is all of it right there, and how fast? 8 minutes at most.
+
+    python benchmarks/gpu_check.py [--out gpu-check] [--engine vllm] [--minutes 8]
+
+First correctness: every kernel against PyTorch's operations, what CUDA graphs capture, and each
+engine that is installed, token by token (`kvbench selftest engine`); `--engine` leaves others out,
+whose share of the time the rest gets. Then a table of throughput, of
+random weights in Qwen3-8B's shapes where the engine takes them. Nothing is sent anywhere; the last
+lines say which files to send back. Exit 0 if all checks passed, 1 if one failed, 2 without a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from agentbench_kv.engines.core.rings import QueryBuffer, RowShape
+from agentbench_kv.engines.embedded.model import model_path
+from agentbench_kv.engines.vllm.plugin.capture import QueryCapture
+from agentbench_kv.environments import python_of
+from agentbench_kv.errors import KVBenchError
+from agentbench_kv.kernels import active_backend, dispatch
+from agentbench_kv.kernels.layout import PagedRows
+from agentbench_kv.kernels.torch_backend import TorchBackend
+from agentbench_kv.methods.base import QueryKind, QueryPlan
+from agentbench_kv.run.provenance import hardware
+
+NO_GPU = "no GPU: PyTorch sees no CUDA device, so nothing was checked (kvbench doctor says more)"
+# Engine -> its environment; the table begins with the first that is installed.
+ENGINES = {"vllm": "vllm-cuda", "sglang": "sglang", "embedded": ""}
+DTYPES = (torch.float32, torch.bfloat16)
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-5}  # scores are sums in float32
+QWEN3_8B = {
+    "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "head_dim": 128,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 40960,
+    "layer_types": ["full_attention"] * 36, "torch_dtype": "bfloat16", "dtype": "bfloat16",
+}  # fmt: skip
+
+
+@dataclass
+class Outcome:
+    """What became of one stage."""
+
+    name: str
+    passed: bool | None  # None: it was not run, or had nothing to judge
+    seconds: float = 0.0
+    said: list[str] = field(default_factory=list)  # its lines, failures first
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One thing to do; `limit_s` is the most it may take of what time is left."""
+
+    name: str
+    limit_s: float
+    run: Callable[[float], Outcome]
+
+
+# ---- kernels ----
+
+
+def kernel_checks(device: str, dtype: torch.dtype) -> Iterator[tuple[str, float]]:
+    """Yield each operation with how far the compiled one is from PyTorch's.
+
+    The largest difference over the largest value; 0 where it has to be exact.
+    """
+    compiled, reference = active_backend(device), TorchBackend()
+    g = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=g).to(device, dtype)
+
+    def apart(found: Tensor, expected: Tensor) -> float:
+        worst = (found.double() - expected.double()).abs().max()
+        return float(worst / expected.double().abs().max())
+
+    queries, keys = normal(8, 32, 64), normal(2, 3000, 64)
+    for gqa in ("mean_prob", "max_prob", "max_logit", "per_head"):
+        both = [b.attention_mass(queries, keys, gqa, None, None) for b in (compiled, reference)]
+        yield f"attention_mass {gqa}", apart(*both)
+    scores = torch.randn(6, 5000, generator=g).to(device)
+    scores[:, ::7] = 0.25
+    places = torch.stack([torch.randperm(5000, generator=g) for _ in range(6)]).to(device)
+    for positions in (None, places):
+        both = [b.select_top(scores, 700, None, positions) for b in (compiled, reference)]
+        yield f"select_top{'' if positions is None else ' by position'}", apart(*both)
+    yield "compact, paged", _compact_apart(compiled, reference, device, dtype, g)
+    yield "rope_rotate, paged", _rope_apart(compiled, reference, device, dtype, g)
+    rings = [torch.zeros(40, 8, 64, device=device, dtype=dtype) for _ in range(2)]
+    slots = torch.randperm(40, generator=g)[:16].to(device)
+    rows = normal(16, 8, 64)
+    for backend, ring in zip((compiled, reference), rings, strict=True):
+        backend.ring_write(ring, rows, slots)
+    yield "ring_write", apart(*rings)
+    both = [b.similarity_column_mean(keys[:, :900], 0.5) for b in (compiled, reference)]
+    yield "similarity_column_mean", apart(*both)
+    boxes = [b.aabb(keys, 5) for b in (compiled, reference)]
+    yield "aabb", max(apart(*pair) for pair in zip(*boxes, strict=True))
+    both = [b.aabb_score(queries, *boxes[1]) for b in (compiled, reference)]
+    yield "aabb_score", apart(*both)
+
+
+def _paged(device: str, dtype: torch.dtype, g: torch.Generator) -> tuple[PagedRows, Tensor]:
+    """Return a cache of 3 layers in 40 blocks of 16, and the tables of two sessions."""
+    layers = [torch.randn(40, 16, 2, 64, generator=g).to(device, dtype) for _ in range(3)]
+    table = torch.randperm(40, generator=g).reshape(2, 20).int().to(device)
+    return PagedRows.of(layers, "brhd"), table
+
+
+def _copied(rows: PagedRows) -> PagedRows:
+    return PagedRows(tuple(layer.permute(1, 2, 0, 3).clone().permute(2, 0, 1, 3)
+                           for layer in rows.layers))  # fmt: skip
+
+
+def _difference(one: PagedRows, other: PagedRows) -> float:
+    pairs = zip(one.layers, other.layers, strict=True)
+    return max(float((a.double() - b.double()).abs().max()) for a, b in pairs)
+
+
+def _compact_apart(
+    compiled: Any, reference: Any, device: str, dtype: torch.dtype, g: torch.Generator
+) -> float:
+    rows, table = _paged(device, dtype, g)
+    kept = torch.stack(
+        [torch.randperm(300, generator=g)[:120].sort().values for _ in range(2 * 3 * 2)]
+    )
+    kept = kept.reshape(2, 3, 2, 120).to(device)
+    worst = 0.0
+    for sort in (False, True):
+        copies = [_copied(rows) for _ in range(2)]
+        moved = [
+            int(backend.compact_paged([copy], table, kept, None, sort))
+            for backend, copy in zip((compiled, reference), copies, strict=True)
+        ]
+        # Which hole a row goes to is each backend's own; what the first rows hold is not.
+        size = kept.shape[-1]
+        held = [_sorted_rows(copy, table, size) for copy in copies]
+        worst = max(worst, float((held[0] - held[1]).abs().max()), abs(moved[0] - moved[1]))
+    return worst
+
+
+def _sorted_rows(rows: PagedRows, table: Tensor, size: int) -> Tensor:
+    """Return the first channels of the first rows, in order, of all sessions, layers and heads."""
+    index = torch.arange(size, device=table.device)
+    found = [
+        layer[:, table[s, index // 16].long(), index % 16, 0].sort(-1).values.double()
+        for s in range(len(table)) for layer in rows.layers
+    ]  # fmt: skip
+    return torch.stack(found)
+
+
+def _rope_apart(
+    compiled: Any, reference: Any, device: str, dtype: torch.dtype, g: torch.Generator
+) -> float:
+    rows, table = _paged(device, dtype, g)
+    shifts = torch.randint(-9000, 9000, (2, 3, 2, 300), generator=g).to(device)
+    lengths = torch.tensor([300, 250], device=device)
+    frequencies = (1e-4 ** (torch.arange(32) / 32)).to(device)
+    copies = [_copied(rows) for _ in range(2)]
+    for backend, copy in zip((compiled, reference), copies, strict=True):
+        backend.rope_rotate(copy, table, lengths, shifts, frequencies, False)
+    # A rotated number may round the other way in the cache's own dtype.
+    return _difference(*copies) / (1.0 if dtype == torch.float32 else 1000.0)
+
+
+def check_kernels(device: str, _: float = 0.0) -> Outcome:
+    outcome = Outcome("kernels against PyTorch", True, said=[])
+    compiled = active_backend(device)
+    outcome.said.append(f"{compiled.name}: {compiled.about}")
+    if compiled.name == "torch":
+        return Outcome(outcome.name, False, said=["there are none: " + outcome.said[0]])
+    for dtype in DTYPES:
+        for name, apart in kernel_checks(device, dtype):
+            line = f"{str(dtype).removeprefix('torch.')} {name}: {apart:.1e}"
+            if not apart <= TOLERANCE[dtype]:
+                outcome.passed = False
+                outcome.said.insert(0, f"FAILED {line}, expected at most {TOLERANCE[dtype]:.0e}")
+            else:
+                outcome.said.append(line)
+    return outcome
+
+
+# ---- CUDA graphs ----
+
+
+def check_graphs(_: float = 0.0) -> Outcome:
+    """Capture what engines capture: queries into static buffers, rings written from them."""
+    device = torch.device("cuda")
+    shape = RowShape(2, 8, 2, 64, torch.bfloat16, device)
+    rings = QueryBuffer(QueryPlan(QueryKind.RECENT, 4), shape)
+    rings.reserve(2)
+    capture = QueryCapture()
+    capture.connect({"a": 0, "b": 1}, rings, keep_all=False)
+    capture.allocate(8, 2, (8, 64), torch.empty(0, dtype=shape.dtype, device=device))
+    queries = torch.zeros(8, 8, 64, dtype=shape.dtype, device=device)
+    slots = torch.tensor([5, 2, 7], device=device)
+    ring = torch.zeros(16, 8, 64, dtype=shape.dtype, device=device)
+
+    def step() -> None:
+        for name in ("a", "b"):
+            capture.see(name, queries)
+        active_backend("cuda").ring_write(ring, queries[:3], slots)
+
+    graph = captured(step)
+    said = []
+    for value in (1.0, 2.0):
+        queries.fill_(value)
+        graph.replay()
+        torch.cuda.synchronize()
+        if not all(bool((buffer == value).all()) for buffer in capture._buffers):
+            said.append(f"FAILED static buffers do not hold the queries of replay {value:g}")
+        if not bool((ring[slots] == value).all()) or bool((ring[0] != 0).any()):
+            said.append(f"FAILED ring_write in a graph, replay {value:g}")
+    return Outcome("CUDA graphs", not said, said=said or ["buffers and rings follow replays"])
+
+
+def captured(step: Callable[[], None]) -> Any:
+    """Capture a step, after it ran on a side stream."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph
+
+
+# ---- commands ----
+
+
+def command(name: str, words: Sequence[str], log: Path, limit_s: float) -> Outcome:
+    """Run one of our commands; its output goes to a file, its last lines into the outcome."""
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-c", "from agentbench_kv.cli import main; main()", *words],
+            stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+        try:
+            code = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # an engine ends its own server
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+            return Outcome(name, None, said=[f"not finished in {limit_s:.0f} s; see {log}"])
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    passed = None if code == 2 else code == 0
+    return Outcome(name, passed, said=lines[-40:] + ([] if code == 0 else [f"exit {code}: {log}"]))
+
+
+def installed(chosen: Sequence[str]) -> list[str]:
+    """Return the engines that can run here, of those chosen; all if none is."""
+    found = []
+    for engine, environment in ENGINES.items():
+        if chosen and engine not in chosen:
+            continue
+        try:
+            if environment:
+                python_of(environment)
+        except KVBenchError:
+            continue
+        found.append(engine)
+    return found
+
+
+def shapes_folder(target: Path) -> Path:
+    """Make a model folder of Qwen3-8B's shapes without weights; words are the micro model's."""
+    micro = model_path("micro")
+    target.mkdir(parents=True, exist_ok=True)
+    for file in micro.iterdir():
+        if file.suffix != ".safetensors" and file.is_file():
+            shutil.copy(file, target / file.name)
+    config = json.loads((micro / "config.json").read_text()) | QWEN3_8B
+    (target / "config.json").write_text(json.dumps(config, indent=2))
+    return target
+
+
+def throughput_words(engine: str, out: Path, shapes: Path) -> list[str]:
+    """Return the command of an engine's row: Qwen3-8B's shapes, or the micro model on embedded."""
+    words = ["bench", "serving", "--engine", engine, "--device", "cuda", "--repeats", "1"]
+    words += ["--warmup", "1", "--turns", "2", "--sessions", "16"]
+    words += ["--out", str(out / f"load-{engine}")]
+    if engine == "embedded":
+        return [*words, "--budget", "256", "--shape", "1k/64", "--concurrency", "8"]
+    words += ["--model", str(shapes), "--load-format", "dummy", "--dtype", "bfloat16"]
+    return [*words, "--budget", "1024", "--shape", "4k/128", "--concurrency", "16"]
+
+
+def stages(engines: Sequence[str], out: Path) -> list[Stage]:
+    """Return all there is to do, in order: what is right first, then how fast."""
+    found = [
+        Stage("kernels against PyTorch", 120, partial(check_kernels, "cuda")),
+        Stage("CUDA graphs", 30, check_graphs),
+    ]
+    for engine in engines:
+        name = f"{engine}: selftest"
+        words = ["selftest", "engine", engine, "--quick", "--method", "agentkv"]
+        words += ["--family", "qwen3"]
+        log = out / f"selftest-{engine}.log"
+        # However many there are, time is left for the tables.
+        found.append(Stage(name, 220 / len(engines), partial(command, name, words, log)))
+    words = ["bench", "kernels", "--device", "cuda", "--repeats", "3", "--tokens", "8192",
+             "--sessions", "64", "--budget", "4096", "--model", "qwen3-8b"]  # fmt: skip
+    name = "kernels: share of a copy"
+    found.append(Stage(name, 60, partial(command, name, words, out / "kernels.log")))
+    shapes = shapes_folder(out / "qwen3-8b-shapes")
+    for engine in engines:
+        name = f"{engine}: throughput"
+        words, log = throughput_words(engine, out, shapes), out / f"load-{engine}.log"
+        found.append(Stage(name, 240, partial(command, name, words, log)))
+        model = "micro" if engine == "embedded" else str(shapes)
+        words = ["bench", "roofline", "--hardware", "measured", "--model", model]
+        words += ["--run", str(out / f"load-{engine}")]
+        name = f"{engine}: share of the roofline"
+        log = out / f"roofline-{engine}.log"
+        found.append(Stage(name, 30, partial(command, name, words, log)))
+    return found
+
+
+def play(todo: Sequence[Stage], seconds: float, say: Callable[[str], None]) -> list[Outcome]:
+    """Run stages one after the other, within so many seconds; what fails stops none of them."""
+    end, done = time.monotonic() + seconds, list[Outcome]()
+    for stage in todo:
+        left = end - time.monotonic()
+        began = time.monotonic()
+        if left < 5:
+            outcome = Outcome(stage.name, None, said=["not run: the time is over (--minutes)"])
+        else:
+            try:
+                outcome = stage.run(min(stage.limit_s, left))
+            except Exception as error:  # noqa: BLE001  the next stages may still tell something
+                outcome = Outcome(stage.name, False, said=[f"{type(error).__name__}: {error}"])
+        outcome.seconds = time.monotonic() - began
+        done.append(outcome)
+        verdict = {True: "ok", False: "FAILED", None: "--"}[outcome.passed]
+        say(f"[{verdict}] {stage.name} ({outcome.seconds:.0f} s)")
+        for line in outcome.said:
+            say(f"    {line}")
+    return done
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("gpu-check"))
+    parser.add_argument("--engine", action="append", default=[], choices=list(ENGINES))
+    parser.add_argument("--minutes", type=float, default=8.0)
+    given = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        print(NO_GPU, file=sys.stderr)
+        return 2
+    given.out.mkdir(parents=True, exist_ok=True)
+    dispatch.use_backend("auto")
+    about, engines = hardware(), installed(given.engine)
+    print(json.dumps(about))
+    print(f"engines: {', '.join(engines)}; not installed: "
+          f"{', '.join(name for name in ENGINES if name not in engines) or 'none'}")  # fmt: skip
+    done = play(stages(engines, given.out), given.minutes * 60, print)
+    return conclude(done, about, given.out)
+
+
+def conclude(done: Sequence[Outcome], about: dict[str, Any], out: Path) -> int:
+    """Write everything down, say what to send back; 1 if a check failed."""
+    report = {"hardware": about, "torch": torch.__version__, "cuda": torch.version.cuda,
+              "stages": [asdict(each) for each in done]}  # fmt: skip
+    (out / "gpu-check.json").write_text(json.dumps(report, indent=2))
+    failed = [each.name for each in done if each.passed is False]
+    unknown = [each.name for each in done if each.passed is None]
+    print(f"\n{sum(each.passed is True for each in done)} of {len(done)} passed"
+          f"{'; FAILED: ' + ', '.join(failed) if failed else ''}"
+          f"{'; not judged: ' + ', '.join(unknown) if unknown else ''}")  # fmt: skip
+    print(f"send back: {out / 'gpu-check.json'} and {out}/*.log, with the figures of {out}/load-*")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

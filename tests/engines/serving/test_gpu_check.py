@@ -1,0 +1,154 @@
+"""`benchmarks/gpu_check.py` as far as it goes without a GPU: checks, limits, commands, verdicts."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
+
+import gpu_check
+from gpu_check import Outcome, Stage, check_kernels, command, conclude, play, stages
+
+from agentbench_kv.cli import kvbench
+from agentbench_kv.kernels import dispatch
+from agentbench_kv.serving_bench.roofline import read_decoder
+
+
+def test_without_a_gpu_it_says_so_in_a_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.chdir(tmp_path)
+    assert gpu_check.main([]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.splitlines() == [gpu_check.NO_GPU]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def compiled() -> Any:
+    found = dispatch.active_backend("cpu")
+    if found.name == "torch":
+        pytest.skip(f"no compiled kernels here: {found.about}")
+    return found
+
+
+@pytest.mark.usefixtures("compiled")
+def test_sound_kernels_pass() -> None:
+    outcome = check_kernels("cpu")
+    assert outcome.passed, outcome.said
+    assert len(outcome.said) == 1 + 2 * 12
+
+
+@pytest.mark.parametrize(
+    ("operation", "spoilt"),
+    [
+        ("select_top", lambda found: found.roll(1, -1)),
+        ("attention_mass", lambda found: found * 1.001),
+        ("compact_paged", lambda found: found + 1),
+        ("aabb_score", lambda found: found + 0.1),
+    ],
+)
+def test_a_wrong_kernel_is_named(
+    operation: str, spoilt: Any, compiled: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sound = getattr(compiled, operation)
+    wrong = SimpleNamespace(**{name: getattr(compiled, name) for name in dir(compiled)
+                               if not name.startswith("__")})  # fmt: skip
+    setattr(wrong, operation, lambda *words, **named: spoilt(sound(*words, **named)))
+    monkeypatch.setattr(gpu_check, "active_backend", lambda _device: wrong)
+    outcome = check_kernels("cpu")
+    assert outcome.passed is False
+    assert outcome.said[0].startswith("FAILED")
+    assert operation.partition("_paged")[0] in outcome.said[0]
+
+
+def test_without_compiled_kernels_the_check_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    fallen_back = SimpleNamespace(name="torch", about="in place of cuda kernels: no nvcc")
+    monkeypatch.setattr(gpu_check, "active_backend", lambda _device: fallen_back)
+    outcome = check_kernels("cpu")
+    assert outcome.passed is False
+    assert "no nvcc" in outcome.said[0]
+
+
+def test_no_stage_stops_the_others_and_none_begins_too_late() -> None:
+    def broken(_: float) -> Outcome:
+        raise ValueError("a fault")
+
+    limits: list[float] = []
+
+    def sound(limit_s: float) -> Outcome:
+        limits.append(limit_s)
+        return Outcome("x", True)
+
+    said: list[str] = []
+    todo = [Stage("first", 9, broken), Stage("second", 9, sound), Stage("third", 900, sound)]
+    done = play(todo, 60, said.append)
+    assert [each.passed for each in done] == [False, True, True]
+    assert done[0].said == ["ValueError: a fault"]
+    assert limits[0] == 9
+    assert 5 < limits[1] <= 60
+    late = play(todo, 4, said.append)
+    assert [each.passed for each in late] == [None] * 3
+    assert "the time is over" in late[0].said[0]
+
+
+def test_commands_are_judged_by_their_exit(tmp_path: Path) -> None:
+    log = tmp_path / "x.log"
+    assert command("x", ["--help"], log, 900).passed is True
+    missing = command("x", ["bench", "roofline"], log, 900)
+    assert missing.passed is None
+    assert "exit 2" in missing.said[-1]
+    slow = command("x", ["--help"], log, 0.01)
+    assert slow.passed is None
+    assert "not finished" in slow.said[0]
+
+
+def test_every_command_is_one_of_ours(tmp_path: Path) -> None:
+    """Options that were renamed would show on somebody's GPU only."""
+    found = stages(list(gpu_check.ENGINES), tmp_path)
+    checks = [each for each in found if "selftest" in each.name or "against" in each.name]
+    assert sum(each.limit_s for each in checks) <= 6 * 60
+    checked = 0
+    for stage in found:
+        words = getattr(stage.run, "args", ())[1:2]
+        if words and isinstance(words[0], list):
+            here, rest = kvbench, list(words[0])
+            while hasattr(here, "commands"):
+                here = here.get_command(None, rest.pop(0))  # type: ignore[arg-type, assignment]
+            here.make_context("x", rest)
+            checked += 1
+    assert checked == 1 + 3 * len(gpu_check.ENGINES)
+
+
+def test_the_folder_of_shapes_is_qwen3_8b(tmp_path: Path) -> None:
+    found = read_decoder(gpu_check.shapes_folder(tmp_path / "shapes"))
+    assert found.common == 6_945_767_424
+    assert not list((tmp_path / "shapes").glob("*.safetensors"))
+
+
+def test_the_end_says_what_to_send_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sound, unknown, wrong = Outcome("a", True), Outcome("b", None), Outcome("c", False)
+    assert conclude([sound, unknown], {"gpu": "x"}, tmp_path) == 0
+    assert conclude([sound, wrong, unknown], {"gpu": "x"}, tmp_path) == 1
+    printed = capsys.readouterr().out
+    assert "1 of 3 passed; FAILED: c; not judged: b" in printed
+    assert "send back:" in printed
+    report = json.loads((tmp_path / "gpu-check.json").read_text())
+    assert [each["passed"] for each in report["stages"]] == [True, False, None]
+
+
+def test_an_engine_without_its_environment_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("KVBENCH_HOME", str(tmp_path))
+    assert gpu_check.installed([]) == ["embedded"]
+    assert gpu_check.installed(["vllm"]) == []

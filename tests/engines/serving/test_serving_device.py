@@ -1,0 +1,373 @@
+"""What workers do on a device: how much memory an event takes, and that nothing waits for it.
+
+No GPU is needed. Memory is counted by PyTorch's profiler. In place of a GPU there is the device
+`meta`, whose tensors have shapes and nothing that a host could read: reading one is an error.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from agentbench_kv.engines.core.ledger import Eviction, EvictionOrder
+from agentbench_kv.engines.core.policy import BackendPolicy
+from agentbench_kv.engines.core.rings import AttentionSums, QueryBuffer, RingWrite, RowShape
+from agentbench_kv.engines.core.rows import Fed, PagedStore, WorkerRows
+from agentbench_kv.engines.core.transfers import to_device, used_here
+from agentbench_kv.engines.sglang.plugin.sessions import SglangSessions
+from agentbench_kv.engines.sglang.plugin.worker import (
+    Compactor,
+    DeviceWorker,
+    Pool,
+    PrefilledRows,
+    Steps,
+)
+from agentbench_kv.engines.vllm.plugin.capture import QueryCapture
+from agentbench_kv.kernels import dispatch
+from agentbench_kv.kernels.layout import PagedRows
+from agentbench_kv.methods.base import Method, QueryKind, QueryPlan
+from agentbench_kv.phases.machine import PromptPhases
+from agentbench_kv.registry import make_method
+
+LAYERS, HEADS, DIM = 8, 2, 128
+
+
+def policy_of(method: Method) -> BackendPolicy:
+    return BackendPolicy(method, Path(), Path())
+
+
+def peak_bytes(work: Callable[[], object]) -> int:
+    """The most memory that a piece of work holds at a time, beside what there was before."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        work()
+    held = most = 0
+    for event in found.profiler.kineto_results.events():  # type: ignore[union-attr]
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            most = max(most, held)
+    return most
+
+
+@pytest.mark.parametrize("name", ["agentkv", "streamingllm"])
+def test_an_event_takes_the_rows_of_one_layer_at_a_time(name: str) -> None:
+    if dispatch.active_backend("cpu").name == "torch":
+        pytest.skip("no compiled kernels here; PyTorch's own operations take more")
+    live, page, pages = 2048, 16, 140
+    shape = RowShape(LAYERS, 2 * HEADS, HEADS, DIM, torch.float32, torch.device("cpu"))
+    rows = WorkerRows(policy_of(make_method(name, 256)), shape, torch.ones(DIM // 2))
+    rows.feed([Fed("s", 0, [7] * live)], {"s": PromptPhases("token-id")})
+    caches = torch.randn(2, LAYERS, pages, page, HEADS, DIM)
+    keys, values = (PagedRows.of(list(side), "brhd") for side in caches)
+    table = torch.randperm(pages)[: live // page].int()
+    order = EvictionOrder("s", 0, Eviction(live, 256, live, live), [])
+    store = PagedStore(keys, values, table, live)
+    took = peak_bytes(lambda: rows.remove(order, store))
+    layer = 2 * HEADS * live * DIM * 4
+    # Positions, scores and marks of all layers: 64 bytes a row at the most, 1,024 of its layer.
+    beside = 64 * LAYERS * HEADS * live
+    assert took <= layer + beside < LAYERS * layer / 4
+    assert name == "streamingllm" or took >= layer / 2, "keys must have been looked at"
+
+
+class Launched:
+    """Stands for compiled kernels on `meta`: results have their shapes, nobody waits."""
+
+    name = "launched"
+
+    def ring_write(self, ring: Tensor, rows: Tensor, slots: Tensor) -> None:
+        assert len(rows) == len(slots) <= len(ring)
+
+    def attention_mass(self, queries: Tensor, keys: Tensor, *_: Any) -> Tensor:
+        assert queries.shape[-1] == keys.shape[-1]
+        return torch.empty(keys.shape[:2], device=keys.device)
+
+    def select_top(self, scores: Tensor, budget: int, *_: Any) -> Tensor:
+        return torch.empty((*scores.shape[:-1], budget), dtype=torch.int64, device=scores.device)
+
+    def similarity_column_mean(self, keys: Tensor, _: float) -> Tensor:
+        return torch.empty(keys.shape[:2], device=keys.device)
+
+    def compact_paged(self, tensors: Any, table: Tensor, kept: Tensor, *_: Any) -> Tensor:
+        assert len(table) == len(kept)
+        assert len(tensors)
+        return torch.zeros((), dtype=torch.int64, device=kept.device)
+
+
+class NoCopies(TorchDispatchMode):
+    """Refuses copies between host and device, but for those of `to_device`."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.overloadpacket in (torch.ops.aten._to_copy, torch.ops.aten.copy_):
+            places = {each.device.type for each in args if isinstance(each, Tensor)}
+            places.add(torch.device(kwargs.get("device") or args[0].device).type)
+            if len(places) > 1 and not called_by(to_device):
+                raise AssertionError(f"{func} between {places} waits for the device")
+        return func(*args, **kwargs)
+
+
+def called_by(function: Any) -> bool:
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is function.__code__:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+@pytest.fixture
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Make every wait for the device `meta` an error."""
+    made = torch.tensor
+
+    def tensor(*args: Any, **kwargs: Any) -> Tensor:
+        if torch.device(kwargs.get("device") or "cpu").type != "cpu":
+            raise AssertionError("torch.tensor(..., device=...) waits for the device: to_device")
+        return made(*args, **kwargs)
+
+    monkeypatch.setattr(dispatch, "active_backend", lambda _device="cpu": Launched())
+    for module in ("ops", "paged"):
+        monkeypatch.setattr(f"agentbench_kv.kernels.{module}.active_backend", lambda *_: Launched())
+    monkeypatch.setattr(torch, "tensor", tensor)
+    with NoCopies():
+        yield
+
+
+def meta_worker(method: Method, page: int) -> DeviceWorker:
+    device = torch.device("meta")
+    shape = RowShape(2, 4, 2, 8, torch.bfloat16, device)
+    worker = DeviceWorker(policy_of(method), shape, torch.ones(4, device=device), 3)
+    side = [torch.zeros(64, page, 2, 8, dtype=shape.dtype, device=device) for _ in range(2)]
+    keys, values = PagedRows.of(side, "brhd"), PagedRows.of(list(side), "brhd")
+    worker.pool = Pool(keys, values, torch.zeros(4, 64, dtype=torch.int32, device=device), page)
+    return worker
+
+
+def request(name: str, row: int, tokens: int) -> Any:
+    ids = list(range(tokens))
+    wishes = {"kvbench": {"phases": asdict(PromptPhases("token-id"))}}
+    return SimpleNamespace(
+        rid=name, session=SimpleNamespace(session_id=name, streaming=True), origin_input_ids=ids,
+        sampling_params=SimpleNamespace(max_new_tokens=99, ignore_eos=True, custom_params=wishes),
+        output_ids=[], fill_ids=ids, prefix_indices=[], req_pool_idx=row, extend_input_len=tokens,
+        kv_committed_len=tokens, kv_allocated_len=tokens,
+    )  # fmt: skip
+
+
+def forward(worker: DeviceWorker, decode: bool, rows: int, indices: Tensor) -> None:
+    mode = SimpleNamespace(is_decode=lambda: decode)
+    queries = torch.zeros(rows, 4, 8, dtype=torch.bfloat16, device="meta")
+    for layer in range(2):
+        worker.observe(layer, queries, SimpleNamespace(forward_mode=mode, req_pool_indices=indices))
+
+
+@pytest.mark.usefixtures("no_waiting")
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("agentkv", {}),
+        ("snapkv", {"window": 8}),
+        ("rkv", {"window": 8}),
+        ("streamingllm", {}),
+        ("agentkv", {"kept_set": "per_layer"}),
+    ],
+)
+@pytest.mark.parametrize("page", [1, 16])
+def test_no_step_waits_for_the_device(name: str, settings: dict[str, Any], page: int) -> None:
+    method = make_method(name, 16, {"interval": 3, **settings})
+    worker = meta_worker(method, page)
+    sessions = SglangSessions(method, 1, lambda _: pytest.fail("no stop text was asked for"))
+    freed: list[Tensor] = []
+    steps = Steps(sessions, worker, Compactor(worker, SimpleNamespace(free=freed.append)))
+    both = [request("a", 1, 20), request("b", 2, 25)]
+    held = [sessions.begin(each) for each in both]
+    steps.prefill(both)
+    forward(worker, False, 45, torch.zeros(2, dtype=torch.int64, device="meta"))
+    lengths = torch.tensor([20, 25])
+    batch = SimpleNamespace(
+        reqs=both, seq_lens=torch.zeros(2, dtype=torch.int64, device="meta"),
+        seq_lens_cpu=lengths, seq_lens_sum=45,
+    )  # fmt: skip
+    for step in range(1, 9):
+        for each in both:
+            each.output_ids = list(range(step))
+        steps.prepare(batch)
+        steps.decode(both)
+        forward(worker, True, 4, torch.zeros(4, dtype=torch.int64, device="meta"))
+        batch.seq_lens_cpu = batch.seq_lens_cpu + 1
+        for each in both:
+            each.kv_committed_len += 1
+            each.kv_allocated_len += 1
+    assert [len(each.ledger.stats.events) for each in held] == [2, 2]
+    assert len(freed) == 4
+    # How many rows moved nobody has asked yet; who does so now reads the device.
+    with pytest.raises(RuntimeError, match="meta"):
+        held[0].ledger.snapshot()
+
+
+@pytest.mark.usefixtures("no_waiting")
+def test_the_fake_device_notices_who_waits() -> None:
+    there = torch.zeros(3, device="meta")
+    for wait in (
+        lambda: int(there.sum()),
+        lambda: there.nonzero(),
+        lambda: there.cpu(),
+        lambda: torch.tensor([1], device="meta"),
+        lambda: torch.tensor([1]).to("meta"),
+        lambda: there.copy_(torch.zeros(3)),
+        lambda: bool((there > 0).all()),
+    ):
+        with pytest.raises((AssertionError, RuntimeError, NotImplementedError)):
+            wait()
+    assert to_device([1, 2], there.device).shape == (2,)
+
+
+def test_numbers_go_to_a_gpu_from_pinned_memory_without_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    done: list[Any] = []
+
+    def pin(tensor: Tensor) -> Tensor:
+        done.append("pinned")
+        return tensor
+
+    def to(tensor: Tensor, device: Any, **how: Any) -> Tensor:
+        done.append((str(device), how))
+        return tensor
+
+    monkeypatch.setattr(Tensor, "pin_memory", pin)
+    monkeypatch.setattr(Tensor, "to", to)
+    assert to_device([3, 4], torch.device("cuda", 0)).tolist() == [3, 4]
+    assert done == ["pinned", ("cuda:0", {"non_blocking": True})]
+
+
+class OnGpu:
+    """A tensor that notes which streams use it."""
+
+    device = torch.device("cuda", 0)
+
+    def __init__(self) -> None:
+        self.streams: list[Any] = []
+
+    def record_stream(self, stream: Any) -> None:
+        self.streams.append(stream)
+
+
+def test_tensors_planned_on_one_stream_are_recorded_on_the_one_that_reads_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"forwards of {device}")
+    rows, slots = OnGpu(), OnGpu()
+    used_here(rows, slots)  # type: ignore[arg-type]
+    assert rows.streams == slots.streams == ["forwards of cuda:0"]
+    used_here(torch.zeros(1))
+
+
+def test_a_prefill_says_that_it_reads_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    module = "agentbench_kv.engines.sglang.plugin.worker"
+    monkeypatch.setattr(f"{module}.used_here", lambda *tensors: seen.append(tensors))
+    shape = RowShape(2, 4, 2, 8, torch.float32, torch.device("cpu"))
+    worker = DeviceWorker(policy_of(make_method("agentkv", 64)), shape, torch.ones(4), 3)
+    prompts = {"s": PromptPhases("token-id")}
+    worker.plan_prefill([Fed("s", 0, [1, 2])], [PrefilledRows("s", 1, 0, 2, 2)], prompts)
+    write = worker._write
+    assert write is not None
+    mode = SimpleNamespace(is_decode=lambda: False)
+    worker.observe(0, torch.zeros(2, 4, 8), SimpleNamespace(forward_mode=mode))
+    assert len(seen) == 1
+    assert seen[0][0] is write.rows
+    assert seen[0][1] is write.slots
+
+
+def test_sums_are_used_on_both_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr("agentbench_kv.engines.core.rings.used_here", seen.append)
+    sums = AttentionSums(1, 1, torch.device("cpu"))
+    sums.of("s", 3)
+    sums.of("s", 4)
+    assert len(seen) == 2
+
+
+def test_rings_grow_only_when_forwards_are_over() -> None:
+    shape = RowShape(1, 2, 1, 4, torch.float32, torch.device("cpu"))
+    buffer = QueryBuffer(QueryPlan(QueryKind.RECENT, 2), shape)
+    waits: list[int] = []
+    buffer.reserve(5)
+    buffer.before_growth = lambda: waits.append(buffer.places)
+    taken = [buffer.take() for _ in range(5)]
+    assert (sorted(taken), waits, buffer.places) == ([0, 1, 2, 3, 4], [], 5)
+    assert buffer.take() == 5
+    assert waits == [5]
+    assert buffer.places == 10
+    buffer.reserve(7)
+    assert buffer.places == 10
+
+
+def test_staging_is_as_large_as_the_requests_and_made_before_the_pool() -> None:
+    shape = RowShape(3, 4, 2, 8, torch.float32, torch.device("meta"))
+    worker = DeviceWorker(policy_of(make_method("agentkv", 64)), shape, torch.ones(4), 32)
+    assert not hasattr(worker, "pool")
+    assert worker._staged is not None
+    assert worker._staged.shape == (3, 33, 4, 8)
+    assert worker.rows.rings.places == 16
+    plain = DeviceWorker(policy_of(make_method("full-constrained", None)), shape, torch.ones(4), 32)
+    assert plain._staged is None
+    assert plain.rows.rings.places == 0
+
+
+def test_a_layer_that_shows_no_queries_stops_sglang() -> None:
+    shape = RowShape(2, 4, 2, 8, torch.float32, torch.device("cpu"))
+    worker = DeviceWorker(policy_of(make_method("agentkv", 64)), shape, torch.ones(4), 3)
+    prompts, part = {"s": PromptPhases("token-id")}, PrefilledRows("s", 1, 0, 2, 2)
+    worker.plan_prefill([Fed("s", 0, [1, 2])], [part], prompts)
+    mode = SimpleNamespace(is_decode=lambda: False)
+    worker.observe(1, torch.zeros(2, 4, 8), SimpleNamespace(forward_mode=mode))
+    with pytest.raises(RuntimeError, match="1 of 2 attention layers show no queries, so agentkv"):
+        worker.plan_prefill([Fed("s", 2, [1, 2])], [part], prompts)
+    worker.observe(0, torch.zeros(2, 4, 8), SimpleNamespace(forward_mode=mode))
+    worker.plan_prefill([Fed("s", 2, [1, 2])], [part], prompts)
+    other = DeviceWorker(policy_of(make_method("streamingllm", 64)), shape, torch.ones(4), 3)
+    other.check_seen()
+
+
+def test_a_layer_that_shows_no_queries_stops_vllm() -> None:
+    shape = RowShape(2, 4, 2, 8, torch.float32, torch.device("cpu"))
+    rings = QueryBuffer(QueryPlan(QueryKind.RECENT, 2), shape)
+    rings.reserve(1)
+    capture = QueryCapture()
+    capture.connect({"layers.0": 0, "layers.1": 1}, rings, keep_all=False)
+    write = RingWrite(torch.tensor([0]), torch.tensor([0]))
+    capture.begin(write, 1)
+    capture.see("layers.1", torch.ones(1, 4, 8))
+    with pytest.raises(ValueError, match=r"1 of 2 attention layers show no queries \(layers.0"):
+        capture.finish()
+    # A replayed graph shows nothing any more; what it showed when it was captured counts.
+    capture.see("layers.0", torch.ones(1, 4, 8))
+    capture.begin(write, 1)
+    capture.finish()
+    # Other layers have to show theirs anew.
+    capture.connect({"layers.5": 0}, rings, keep_all=False)
+    capture.begin(write, 1)
+    with pytest.raises(ValueError, match="1 of 1 attention layers"):
+        capture.finish()
+
+
+def test_static_buffers_are_made_once() -> None:
+    capture = QueryCapture()
+    for rows in (4, 4, 8):
+        capture.allocate(rows, 2, (4, 8), torch.zeros(0))
+        assert capture.buffered == rows
+        first = capture._buffers[0].data_ptr()
+        capture.allocate(rows, 2, (4, 8), torch.zeros(0))
+        assert capture._buffers[0].data_ptr() == first
