@@ -100,17 +100,18 @@ def check_tree(driver: Driver, reference: Driver, steps: int) -> CheckResult:
         turns = {session.name: session.trace for session in tree.open}
     finally:
         tree.close()
-    problem, events = "", 0
+    problem = ""
     for number, trace in turns.items():
         found, stats = _replayed(reference, trace)
-        events += len(stats.events)
         same = found == last[number] and stats.live == live[number]
         problem = problem or ("" if same else f"{number}: another answer, or other live tokens")
     wanted = driver.pool_at_start
     left = wanted and settled(driver.engine, wanted)
     if left != wanted:
         problem = problem or f"{left} behind it, {wanted} at the start"
-    return CheckResult.unless(problem, name, f"{steps} steps, {tree.forks} forks, {events} events")
+    return CheckResult.unless(
+        problem, name, f"{steps} steps, {tree.forks} forks, {tree.events} events"
+    )
 
 
 class _Tree:
@@ -118,7 +119,7 @@ class _Tree:
 
     def __init__(self, driver: Driver) -> None:
         self.open: list[DrivenSession] = []
-        self.forks = 0
+        self.forks = self.events = 0
         self._engine = driver.engine
         self._rng = random.Random(7)
 
@@ -142,7 +143,7 @@ class _Tree:
         # What was cancelled may have to be computed again, with everything in sight.
         if chosen in ("cancel", "close"):
             self.open.remove(session)
-            session.close()
+            self._close(session)
 
     def answer(self, session: DrivenSession) -> list[int]:
         """Return what a session says last; no turn of its trace."""
@@ -151,7 +152,11 @@ class _Tree:
 
     def close(self) -> None:
         for session in self.open:
-            session.close()
+            self._close(session)
+
+    def _close(self, session: DrivenSession) -> None:
+        session.close()
+        self.events += len(session.trace.stats.events)
 
     def _force(self, session: DrivenSession) -> None:
         session.feed(self._ids())
