@@ -196,26 +196,19 @@ FORMATS: dict[str, tuple[str, str, str, Callable[[Calls], str]]] = {
 
 # What every oracle does: read each of `asked` at once and in three streams, and print.
 FRAME = """
-import importlib, json, sys
+import importlib, json, re, sys
 from pathlib import Path
-from transformers import AutoTokenizer
 {imports}
 asked = json.load(sys.stdin)
 tools = [Tool(**tool) for tool in asked["tools"]]
-tokenizer = AutoTokenizer.from_pretrained(asked["tokenizer"])
-tokenizer.add_tokens(asked["markers"], special_tokens=True)
-def pieces(text, size):
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    whole = tokenizer.decode(ids, skip_special_tokens=False)
-    if whole != text:
-        raise ValueError("its tokens are another text")
-    past, done = "", 0
-    for end in [*range(size, len(ids), size), len(ids)]:
-        seen = tokenizer.decode(ids[:end], skip_special_tokens=False)
-        if end < len(ids) and seen.endswith(chr(0xFFFD)):
-            continue  # within a letter
-        yield past, seen, ids[:done], ids[:end]
-        past, done = seen, end
+marker = re.compile("|".join(map(re.escape, sorted(asked["markers"], key=len, reverse=True))))
+def pieces(text, size):  # text before and with each piece of so many markers and letters
+    ends = [each.end() for each in re.finditer(f"{{marker.pattern}}|.", text, re.DOTALL)]
+    past = 0
+    for end in [*ends[size - 1 :: size], len(text)]:
+        if end > past:
+            yield text[:past], text[:end]
+        past = end
 {read}
 def found(how, text, size):
     try:
@@ -244,7 +237,7 @@ def read(how, text, size):
         found = detector.detect_and_parse(text, tools).calls
         return [(each.name, each.parameters) for each in found]
     calls = {}
-    for past, seen, *_ in pieces(text, size):
+    for past, seen in pieces(text, size):
         result = detector.parse_streaming_increment(seen[len(past) :], tools)
         for each in result.calls:
             call = calls.setdefault(each.tool_index, ["", ""])
@@ -257,22 +250,27 @@ def read(how, text, size):
     return [calls[index] for index in sorted(calls)]
 """
 VLLM = """
+from transformers import AutoTokenizer
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionToolsParam as Tool
 from vllm.tool_parsers import ToolParserManager
 """
 READ_VLLM = """
+tokenizer = AutoTokenizer.from_pretrained(asked["tokenizer"])
+tokenizer.add_tokens(asked["markers"], special_tokens=True)
 request = ChatCompletionRequest(model="m", messages=[], tools=tools)
 def read(how, text, size):
     parser = ToolParserManager.get_tool_parser(how)(tokenizer, tools)
     if size is None:
         found = parser.extract_tool_calls(text, request).tool_calls
         return [(each.function.name, each.function.arguments) for each in found]
-    calls = {}
-    for past, seen, before, ids in pieces(text, size):
+    calls, ids = {}, []
+    for past, seen in pieces(text, size):
+        new = tokenizer.encode(seen[len(past) :], add_special_tokens=False)
         delta = parser.extract_tool_calls_streaming(
-            past, seen, seen[len(past) :], before, ids, ids[len(before) :], request
+            past, seen, seen[len(past) :], ids, ids + new, new, request
         )
+        ids = ids + new
         for each in (delta and delta.tool_calls) or ():
             call = calls.setdefault(each.index, ["", ""])
             call[0] += each.function.name or ""

@@ -118,9 +118,10 @@ class ServingSession:
 
     def fork(self, name: str, labeller: Labeller) -> ServingSession:
         """Return a session of the same tokens, which no backend has yet."""
-        runs = [run.copy() for run in self.phases]
-        opened = {"opening": self.opening, "system": self.system}
-        return ServingSession(name, labeller, self.tokens.copy(), runs, **opened)
+        twin = ServingSession(name, labeller, self.tokens.copy())
+        twin.phases = [run.copy() for run in self.phases]
+        twin.opening, twin.system = self.opening, self.system
+        return twin
 
     def accept(self, token: int) -> None:
         add_run(self.phases, [self.labeller.label(token)])

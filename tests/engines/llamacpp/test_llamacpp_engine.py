@@ -296,15 +296,16 @@ def test_a_tree_of_forks_is_the_embedded_engines_wherever_its_rows_are(
     """Forks that share cells, parked, evicted from, restored to and rewound in any order."""
     both = [engines(LlamaCppEngine, RESIDENT_PLAIN, max_live_tokens=1280)]
     both.append(engines(EmbeddedEngine, RESIDENT_PLAIN))
-    draw, names = random.Random(seed), [f"tree{seed}"]
+    draw, names = random.Random(seed), [f"tree{seed}{root}" for root in "abc"]
     parkings = both[0].pool()["parkings"]
     for engine in both:
-        engine.open(names[0], TokenPhases())
-        turn(engine, names[0], words(380, seed), 20)
+        for number, name in enumerate(names):
+            engine.open(name, TokenPhases())
+            turn(engine, name, words(380, 3 * seed + number), 20)
     for step in range(18):
         name = draw.choice(names)
         logical = both[1].stats(name).logical
-        what = "f" if len(names) < 3 else draw.choice("fgesrb" if len(names) < 6 else "gesrbc")
+        what = "f" if len(names) < 5 else draw.choice("fgesrb" if len(names) < 8 else "gesrbc")
         size, at = draw.randrange(1, 60), draw.randrange(logical - 120, logical - 20)
         found = []
         for engine in both:
