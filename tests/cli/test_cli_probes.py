@@ -212,7 +212,7 @@ def test_llama_cpp_answers_as_the_embedded_engine(
     assert all(trial.kv.events for trial in ours.trials())
     assert documents(ours) == documents(theirs)
     accounts = [
-        sorted((t.sample_id, t.kv.logical, t.kv.live, t.kv.evicted) for t in run.trials())
+        sorted((t.sample_id, t.kv.logical, t.kv.peak_live, t.kv.evicted) for t in run.trials())
         for run in (ours, theirs)
     ]
     assert accounts[0] == accounts[1]

@@ -22,10 +22,13 @@ NEEDLESS = {
         ("vllm.renderers", "vllm.multimodal", "vllm.config", "vllm.inputs", "vllm.platforms"),
         (
             *("cbor2", "zmq", "openai_harmony", "fastapi", "uvloop", "cpuinfo"),
-            *("prometheus_client", "ijson", "mistral_common"),
+            *("prometheus_client", "ijson", "mistral_common", "xgrammar"),
         ),
     ),
 }
+
+# What parsing does use of a module that is stood in for.
+USED = {"vllm.renderers.chat_utils": {"make_tool_call_id": lambda *_, **__: "call_1"}}
 
 
 class _AnythingType(type):
@@ -74,6 +77,7 @@ class StandIns(MetaPathFinder, Loader):
 
     def create_module(self, spec: Any) -> ModuleType:
         module = ModuleType(spec.name)
+        vars(module).update(USED.get(spec.name, {}))
         module.__getattr__ = lambda name: getattr(Anything, name)  # type: ignore[method-assign]
         return module
 
