@@ -12,6 +12,8 @@ import pytest
 from agentbench_kv.conformance.tasks import task_suite
 from agentbench_kv.engines.base import Capability
 from agentbench_kv.engines.embedded.engine import EmbeddedEngine
+from agentbench_kv.environments import python_of
+from agentbench_kv.errors import PrerequisiteError
 from agentbench_kv.results.store import RunReader, RunStore
 
 Kvbench = Callable[..., Any]
@@ -190,3 +192,27 @@ def test_a_span_method_is_asked_in_replays(kvbench: Kvbench, file: Path, tmp_pat
     assert trial.metrics["asked_in"] == "replays"
     assert trial.kv.evicted > 0
     assert trial.kv.peak_live <= 384
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_llama_cpp_answers_as_the_embedded_engine(
+    kvbench: Kvbench, file: Path, tmp_path: Path
+) -> None:
+    """Questions in forks of a session whose answers are given, with events while it is read."""
+    try:
+        python_of("llamacpp")
+    except PrerequisiteError as error:
+        pytest.skip(str(error))
+    method = ("--method", "agentkv", "--budget", "96", "--set", "interval=24")
+    engine = ("--engine", "llamacpp", "--model", "micro")
+    ours = probe(kvbench, file, tmp_path / "llamacpp", *engine, *method)
+    theirs = probe(kvbench, file, tmp_path / "embedded", *MICRO, *method)
+    assert {trial.metrics["asked_in"] for trial in ours.trials()} == {"forks"}
+    assert all(trial.kv.events for trial in ours.trials())
+    assert documents(ours) == documents(theirs)
+    accounts = [
+        sorted((t.sample_id, t.kv.logical, t.kv.peak_live, t.kv.evicted) for t in run.trials())
+        for run in (ours, theirs)
+    ]
+    assert accounts[0] == accounts[1]

@@ -229,6 +229,15 @@ class WritesOverForks(EmbeddedEngine):
             self._scheduler.get(name).cache._overwrites = lambda _: False  # type: ignore[method-assign]
 
 
+class CompactsOverForks(EmbeddedEngine):
+    """Moves rows into holes though others have rows there."""
+
+    def fork(self, session: str, new: str, labeller: PhaseLabeller) -> None:
+        super().fork(session, new, labeller)
+        for name in (session, new):
+            self._scheduler.get(name).cache.own = lambda: None  # type: ignore[method-assign]
+
+
 class RewindsOverForks(EmbeddedEngine):
     """Writes in place behind the rows it went back to, though a fork reads what lies there."""
 

@@ -23,6 +23,7 @@ from agentbench_kv.conformance.engines.suite import (
     leak_part,
     method_part,
     stop_part,
+    tree_part,
 )
 from agentbench_kv.engines.base import Capability
 from agentbench_kv.engines.embedded.engine import EmbeddedEngine
@@ -119,6 +120,31 @@ def test_forks_and_forced_answers_pass(name: str, fixture_for: Callable[[type], 
     results = fork_part(one, one.method(name))
     assert not failed(results), results
     assert [result.skipped for result in results] == [False, False]
+
+
+@pytest.mark.parametrize(
+    ("variant", "method", "detail"),
+    [
+        (EmbeddedEngine, "agentkv", ""),
+        (EmbeddedEngine, "full-constrained", ""),
+        (broken.CompactsOverForks, "agentkv", "another answer"),
+        (broken.WritesOverForks, "full-constrained", "another answer"),
+        (broken.Leaky, "full-constrained", "at the start"),
+    ],
+)
+def test_trees_of_forks_are_exact_and_a_wrong_one_is_found(
+    variant: type,
+    method: str,
+    detail: str,
+    fixture_for: Callable[[type], Fixture],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(driver, "PATIENCE_S", 0.5)
+    one = fixture_for(variant)
+    (result,) = tree_part(one, one.method(method), 100)
+    assert result.ok == (not detail), result
+    assert detail in result.detail
+    assert not result.skipped
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import torch
 
 from agentbench_kv.conformance.driver import Driver, TurnPlan, calibrated_for
 from agentbench_kv.conformance.reference import random_model
-from agentbench_kv.engines.base import EngineOptions
+from agentbench_kv.engines.base import Capability, EngineOptions
 from agentbench_kv.engines.embedded.engine import EmbeddedEngine
 from agentbench_kv.errors import UsageError
 from agentbench_kv.methods.base import Method
@@ -151,6 +151,11 @@ class Fixture:
         self._engine_args = engine_args or {}
         self._driver: Driver | None = None
         self._pool = 0
+
+    @property
+    def forks(self) -> bool:
+        """Whether the engine under test forks sessions."""
+        return Capability.FORK in self._cls.capabilities
 
     def method(self, name: str) -> Method:
         """Build a method with the suite's budget and interval."""

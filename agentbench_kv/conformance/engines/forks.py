@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import random
 from itertools import count
 
 from agentbench_kv.conformance import CheckResult
-from agentbench_kv.conformance.driver import DrivenSession, Driver, SessionTrace, TurnPlan
+from agentbench_kv.conformance.driver import (
+    DrivenSession,
+    Driver,
+    SessionTrace,
+    TurnPlan,
+    plain_phases,
+    settled,
+)
 from agentbench_kv.conformance.engines.comparison import FIGURES, error_problem
-from agentbench_kv.conformance.engines.fixture import prompt
+from agentbench_kv.conformance.engines.fixture import VOCAB, prompt
 from agentbench_kv.engines.base import Capability, KVStats, Sampling
 from agentbench_kv.errors import KVBenchError
 from agentbench_kv.phases import TokenPhases
@@ -17,6 +25,8 @@ _FIRST = TurnPlan(prompt(300, 21), 60)
 _OWN = [TurnPlan(prompt(40, 22), 50), TurnPlan(prompt(9, 23), 45)]
 _ASIDE = [TurnPlan(prompt(25, 24), 50), TurnPlan(prompt(1, 25), 45)]
 _numbers = count()
+_MOST_OPEN, _LONGEST = 4, 300  # sessions of a tree, and tokens of one
+_LAST = prompt(8, 26)
 
 
 def check_forks(driver: Driver, reference: Driver) -> list[CheckResult]:
@@ -69,6 +79,113 @@ def check_forced(driver: Driver, reference: Driver) -> list[CheckResult]:
         session.close()
     problem = _problem(expected, session.trace, session.trace.stats)
     return [CheckResult.unless(problem, name, f"{len(session.trace.stats.events)} events")]
+
+
+def check_tree(driver: Driver, reference: Driver, steps: int) -> CheckResult:
+    """Fork, force, decode, cancel and close at random, in a small pool.
+
+    What is left in the end must be as if never forked, and nothing may stay behind it.
+    """
+    name = "any tree of forks is exact, and its memory comes back"
+    if not {Capability.FORK, Capability.FORCE} <= driver.engine.info.capabilities:
+        return CheckResult(
+            name, True, "the engine does not fork, or takes no answers", skipped=True
+        )
+    tree = _Tree(driver)
+    try:
+        for _ in range(steps):
+            tree.step()
+        live = {session.name: driver.engine.stats(session.name).live for session in tree.open}
+        last = {session.name: tree.answer(session) for session in tree.open}
+        turns = {session.name: session.trace for session in tree.open}
+    finally:
+        tree.close()
+    problem = ""
+    for number, trace in turns.items():
+        found, stats = _replayed(reference, trace)
+        same = found == last[number] and stats.live == live[number]
+        problem = problem or ("" if same else f"{number}: another answer, or other live tokens")
+    wanted = driver.pool_at_start
+    left = wanted and settled(driver.engine, wanted)
+    if left != wanted:
+        problem = problem or f"{left} behind it, {wanted} at the start"
+    return CheckResult.unless(
+        problem, name, f"{steps} steps, {tree.forks} forks, {tree.events} events"
+    )
+
+
+class _Tree:
+    """Sessions and forks of them, of which some are closed, and a few are open at a time."""
+
+    def __init__(self, driver: Driver) -> None:
+        self.open: list[DrivenSession] = []
+        self.forks = self.events = 0
+        self._engine = driver.engine
+        self._rng = random.Random(7)
+
+    def step(self) -> None:
+        if not self.open:
+            self.open.append(DrivenSession(self._engine, self._name()))
+            self._force(self.open[0])
+        session = self._rng.choice(self.open)
+        chosen = self._rng.choice(["fork", "fork", "force", "force", "decode", "cancel", "close"])
+        if len(self.open) > _MOST_OPEN or len(session.trace.tokens) > _LONGEST:
+            chosen = "close"
+        if chosen == "fork":
+            self.open.append(session.fork(self._name(), TokenPhases()))
+            self.forks += 1
+        elif chosen == "force":
+            self._force(session)
+        elif chosen != "close":
+            session.feed(self._ids())
+            generation = self._engine.generate(session.name, Sampling(20))
+            session.read(generation, 3 if chosen == "cancel" else None)
+        # What was cancelled may have to be computed again, with everything in sight.
+        if chosen in ("cancel", "close"):
+            self.open.remove(session)
+            self._close(session)
+
+    def answer(self, session: DrivenSession) -> list[int]:
+        """Return what a session says last; no turn of its trace."""
+        self._engine.extend(session.name, _LAST, plain_phases(_LAST))
+        return list(self._engine.generate(session.name, Sampling(12)))
+
+    def close(self) -> None:
+        for session in self.open:
+            self._close(session)
+
+    def _close(self, session: DrivenSession) -> None:
+        session.close()
+        self.events += len(session.trace.stats.events)
+
+    def _force(self, session: DrivenSession) -> None:
+        session.feed(self._ids())
+        session.read(self._engine.force(session.name, self._ids()))
+
+    def _ids(self) -> list[int]:
+        return [self._rng.randrange(VOCAB) for _ in range(self._rng.randrange(1, 40))]
+
+    def _name(self) -> str:
+        return f"tree-{next(_numbers)}"
+
+
+def _replayed(reference: Driver, trace: SessionTrace) -> tuple[list[int], KVStats]:
+    """Give a session's turns to one that was never forked; return its last answer and account."""
+    session, at = DrivenSession(reference.engine, f"leaf-{next(_numbers)}"), 0
+    decoded = set(trace.decoded_at)
+    for answer in trace.turns:
+        start = at
+        while at not in decoded and at < len(trace.tokens):
+            at += 1
+        session.feed(trace.tokens[start:at])
+        if answer:
+            session.read(reference.engine.force(session.name, answer))
+        at += len(answer)
+    stats = reference.engine.stats(session.name)
+    session.feed(_LAST)
+    said = list(reference.engine.generate(session.name, Sampling(12)))
+    session.close()
+    return said, stats
 
 
 def _greedy(turn: TurnPlan) -> Sampling:

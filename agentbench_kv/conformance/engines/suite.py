@@ -36,7 +36,7 @@ from agentbench_kv.conformance.engines.fixture import (
     long_sessions,
     open_fixture,
 )
-from agentbench_kv.conformance.engines.forks import check_forced, check_forks
+from agentbench_kv.conformance.engines.forks import check_forced, check_forks, check_tree
 from agentbench_kv.conformance.engines.rewinds import check_rewinds
 from agentbench_kv.engines.base import Capability
 from agentbench_kv.errors import KVBenchError, UsageError
@@ -118,14 +118,27 @@ def _edge_parts(fixture: Fixture, names: Sequence[str], quick: bool) -> list[Par
     plain = fixture.method("full-constrained")
     parts: list[Part] = [
         (f"endings, {main.label}", partial(stop_part, fixture, main)),
-        (f"forks, {main.label}", partial(fork_part, fixture, main)),
-        (f"forks, {plain.label}", partial(fork_part, fixture, plain)),
+        *_fork_parts(fixture, names, main, plain),
+        *(
+            (
+                f"tree of forks, {each.label}",
+                partial(tree_part, fixture, each, 40 if quick else 200),
+            )
+            for each in (main, plain)
+        ),
         (f"small pool, {plain.label}", partial(crowd_part, fixture, plain)),
         (f"small pool, {main.label}", partial(crowd_part, fixture, main)),
         ("leaks", partial(leak_part, fixture, main, examples=4 if quick else 20)),
         ("restart", lambda: check_restart(fixture.driver(main, SMALL_POOL), fixture.network)),
     ]
     return parts[:-1] if quick else parts
+
+
+def _fork_parts(fixture: Fixture, names: Sequence[str], main: Method, plain: Method) -> list[Part]:
+    """Return forks of methods that keep different things: queries, nothing, sums, turned keys."""
+    others = [fixture.method(name) for name in ("h2o", "streamingllm@paper") if name in names]
+    methods = [main, plain, *others] if fixture.forks else [main, plain]
+    return [(f"forks, {each.label}", partial(fork_part, fixture, each)) for each in methods]
 
 
 def method_part(
@@ -211,6 +224,12 @@ def fork_part(fixture: Fixture, method: Method) -> list[CheckResult]:
     driver = fixture.driver(method)
     with fixture.reference(method) as reference:
         return [*check_forks(driver, reference), *check_forced(driver, reference)]
+
+
+def tree_part(fixture: Fixture, method: Method, steps: int) -> list[CheckResult]:
+    """Check a tree of forks, where the engine has forks and forced answers."""
+    with fixture.reference(method) as reference:
+        return [check_tree(fixture.driver(method, SMALL_POOL), reference, steps)]
 
 
 def crowd_part(fixture: Fixture, method: Method) -> list[CheckResult]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, SupportsInt
 
 from agentbench_kv.engines.base import KVEvent, KVStats
+from agentbench_kv.errors import KVBenchError
 from agentbench_kv.methods.base import Method, Schedule
 from agentbench_kv.phases.machine import PromptPhases
 
@@ -113,6 +114,13 @@ class SessionLedger:
                 read = min(self.fed, self._windows.window) * self._windows.per_token
                 self.stats.bytes_read += read
                 self.stats.window_bytes_read += read
+
+    def forward_drawn(self, rows: int) -> None:
+        """Count a forward of sampled tokens, one after the other; each but the first behind it."""
+        for row in range(rows):
+            self.forward(1)
+            if row + 1 < rows and self.sampled() is not None:
+                raise KVBenchError("an event fell due inside a stretch of given tokens")
 
     def quiet(self, most: int) -> int:
         """Return after how many sampled tokens, each fed in turn, an event falls due.

@@ -221,6 +221,11 @@ class AttentionSums:
         sums[:, live - n :] = 0.0
         add_attention(sums, queries, keys, sinks)
 
+    def fork(self, session: str, new: str) -> None:
+        """Copy a session's sums for another one: every forward adds to all of them."""
+        if session in self._sums:
+            self._sums[new] = self._sums[session].clone()
+
     def drop(self, session: str) -> None:
         self._sums.pop(session, None)
 

@@ -237,12 +237,13 @@ class WorkerRows:
         return moved
 
     def fork(self, session: str, new: str) -> None:
-        """Let a session start with what is known of another one's rows; it keeps no queries."""
+        """Let a session start with what is known of another one's rows, its kept queries too."""
         rows = self._sessions.get(session)
         if rows is not None:
             self._sessions[new] = replace(
-                rows, queries=QueryStore(self.rings), phases=rows.phases.copy()
+                rows, queries=rows.queries.fork(), phases=rows.phases.copy()
             )
+        self.sums.fork(session, new)
 
     def rewind(self, session: str, length: int) -> None:
         """Forget what is known of a session's tokens from position `length` on: whole tokens."""

@@ -231,10 +231,7 @@ class _Member:
     def feed_drawn(self, more: Labelled) -> Tensor | None:
         """Feed the token that waits and those drawn behind it; return logits [1 + more, vocab]."""
         if self._session is None:
-            for _ in more:
-                self._own.forward(1)
-                self._own.sampled()
-            self._own.forward(1)
+            self._own.forward_drawn(1 + len(more))
             return None
         self._session.add_drawn(more)
         return self._forward(1 + len(more), all_rows=True)

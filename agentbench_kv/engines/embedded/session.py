@@ -165,15 +165,11 @@ class EmbeddedSession:
 
     def count_fed(self, rows: int) -> None:
         """Count the rows of a forward; tokens of an answer as decodes, one by one."""
-        if not self.drawn:
+        if self.drawn:
+            self.ledger.forward_drawn(rows)
+            self.drawn = 0
+        else:
             self.ledger.forward(rows)
-            return
-        for row in range(rows):
-            self.ledger.forward(1)
-            # Each but the first was drawn in between.
-            if row + 1 < rows and self.ledger.sampled() is not None:
-                raise KVBenchError(f"an event fell due inside a stretch of session {self.name}")
-        self.drawn = 0
 
     def add_drawn(self, tokens: Iterable[tuple[int, Phase]]) -> None:
         """Add an answer's tokens behind the one that is pending, for one forward with it.

@@ -14,7 +14,14 @@ from typing import Any, ClassVar, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from agentbench_kv.engines.base import SPAN_CAPABILITIES, Capability, EngineOptions
+from agentbench_kv.engines.base import (
+    SPAN_CAPABILITIES,
+    Capability,
+    EngineOptions,
+    Generation,
+    PhaseLabeller,
+    Sampling,
+)
 from agentbench_kv.engines.embedded.model import free_tokens
 from agentbench_kv.engines.llamacpp.models import ROW_TYPES, resolve_model
 from agentbench_kv.engines.llamacpp.server.app import SETTINGS, Settings
@@ -51,6 +58,7 @@ class LlamaCppWire(EngineWire):
 
     file: Path  # GGUF
     cells: int  # cached tokens of all sessions together
+    vocabulary: int
 
     @property
     def _stream(self) -> Path:
@@ -93,6 +101,7 @@ def _document(request: GenerationRequest) -> dict[str, Any]:
         "phases": asdict(request.prompt),
         "tokens": list(request.tokens[request.known :]),
         "known": request.known,
+        "given": list(request.given),
         "stop": stop,
         "stepwise": sampling.stop is not None and stop is None,
         "sampling": {
@@ -133,10 +142,14 @@ def _cells(options: EngineOptions) -> int | None:
 class LlamaCppEngine(ServingEngine):
     """Sessions as sequences of one llama.cpp cache."""
 
-    capabilities: ClassVar[frozenset[Capability]] = SPAN_CAPABILITIES | ServingEngine.capabilities
+    capabilities: ClassVar[frozenset[Capability]] = (
+        SPAN_CAPABILITIES | {Capability.FORCE, Capability.FORK} | ServingEngine.capabilities
+    )
     takes_arguments: ClassVar[bool] = True  # `cells`
     # Every session's attention goes over the cells of all.
     at_once: ClassVar[int] = 1
+
+    _wire: LlamaCppWire
 
     @classmethod
     def create(cls, options: EngineOptions) -> Self:
@@ -152,7 +165,8 @@ class LlamaCppEngine(ServingEngine):
         size = shape.bytes_per_token(options.dtype)
         cells = _cells(options) or min(free_tokens(size, SMALLEST_CELLS), MOST_CELLS)
         wire = LlamaCppWire(
-            *(options, facts, python, model.tokenizer, folder, False, False), model.file, cells
+            *(options, facts, python, model.tokenizer, folder, False, False),
+            *(model.file, cells, shape.vocabulary),
         )
         return run_server(cls, wire, "llamacpp", model.sha)
 
@@ -174,6 +188,26 @@ class LlamaCppEngine(ServingEngine):
             raise UsageError(f"dtype {dtype!r}: rows of the llamacpp engine are {known}")
         if device not in ("auto", "cpu"):
             raise UsageError(f"device {device!r}: the llamacpp engine is built for the CPU")
+
+    def force(self, session: str, tokens: Sequence[int]) -> Generation:
+        if not tokens:
+            raise UsageError(f"session {session}: no tokens to force")
+        vocabulary = self._wire.vocabulary
+        if not 0 <= min(tokens) <= max(tokens) < vocabulary:
+            raise UsageError(
+                f"session {session}: token ids from {min(tokens)} to {max(tokens)}; the model has "
+                f"{vocabulary}, numbered from 0"
+            )
+        self._check_length(session, len(self._sessions[session].tokens) + len(tokens) - 1)
+        return self._begin(session, Sampling(max_tokens=len(tokens)), tokens)
+
+    def fork(self, session: str, new: str, labeller: PhaseLabeller) -> None:
+        """Open a session that goes on from where another one is.
+
+        Both have the same cells, until one of the two would change what lies in some: it copies
+        those first. Kept queries, and sums (h2o), are copied at once.
+        """
+        self._fork(session, new, labeller)
 
     def save_block(self, session: str, start: int, end: int) -> Block:
         saved = self._command(session, "save_block", start=start, end=end)

@@ -128,12 +128,34 @@ class ServingEngine(Engine):
         add_run(state.phases, phases)
 
     def generate(self, session: str, sampling: Sampling) -> Generation:
+        return self._begin(session, sampling)
+
+    def _begin(self, session: str, sampling: Sampling, given: Sequence[int] = ()) -> Generation:
+        """Start a generation; one whose tokens are given takes them as if they had been drawn."""
         state = self._sessions[session]
         if not state.tokens:
             raise KVBenchError(f"session {session} has no tokens to start from")
         state.opening = state.opening or len(state.tokens)
-        state.generation = ServingGeneration(sampling, partial(self._play, state))
+        state.generation = ServingGeneration(sampling, partial(self._play, state), given)
         return state.generation
+
+    def _fork(self, session: str, new: str, labeller: PhaseLabeller) -> bool:
+        """Open a fork, between two generations; return whether the backend had rows for it."""
+        source = self._at_rest(session)
+        if new in self._sessions:
+            raise KVBenchError(f"session {new} is open already")
+        fork = source.fork(new, resumable(labeller))
+        names = {"new": fork.backend_name}
+        lives = self._lives(source) and self._tell(source, "fork", **names) is not None
+        if lives:
+            fork.epoch, fork.known, fork.held = source.epoch, source.known, source.held
+        self._sessions[new] = fork
+        return lives
+
+    def _lives(self, state: ServingSession) -> bool:
+        """Return whether the backend that runs now has a session's rows."""
+        self._note_loss(state, look=False)
+        return state.known > 0 and state.epoch == self._epoch
 
     def rewind(self, session: str, length: int) -> None:
         """Forget a session's tokens from logical position `length` on.
@@ -273,7 +295,8 @@ class ServingEngine(Engine):
         room = self.info.context_limit - len(state.tokens)
         left = min(sampling.max_tokens - generation.produced, room)
         request = GenerationRequest(
-            state.backend_name, state.prompt(), tuple(state.tokens), state.known, sampling, left
+            *(state.backend_name, state.prompt(), tuple(state.tokens), state.known, sampling, left),
+            given=generation.given[generation.produced :],
         )
         state.known = len(state.tokens)
         if not self._wire.stock:

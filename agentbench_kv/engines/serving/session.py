@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,9 +22,13 @@ class ServingGeneration(StreamedGeneration):
     """Tokens on their way from a backend; `play` runs to the end and calls `push` per token."""
 
     def __init__(
-        self, sampling: Sampling, play: Callable[[ServingGeneration], FinishReason]
+        self,
+        sampling: Sampling,
+        play: Callable[[ServingGeneration], FinishReason],
+        given: Sequence[int] = (),
     ) -> None:
         super().__init__(sampling, ahead=_AHEAD)
+        self.given = given  # tokens to be taken as drawn; none: the backend draws
         self.running = True  # the backend may still change the session
         self._play = play
         threading.Thread(target=self._run, daemon=True).start()
@@ -111,6 +115,13 @@ class ServingSession:
         runs = [run.copy() for run in self.phases]
         labeller = self.labeller.labeller_name, self.labeller.document()
         return PromptPhases(*labeller, runs, self.opening, self.system)
+
+    def fork(self, name: str, labeller: Labeller) -> ServingSession:
+        """Return a session of the same tokens, which no backend has yet."""
+        twin = ServingSession(name, labeller, self.tokens.copy())
+        twin.phases = [run.copy() for run in self.phases]
+        twin.opening, twin.system = self.opening, self.system
+        return twin
 
     def accept(self, token: int) -> None:
         add_run(self.phases, [self.labeller.label(token)])

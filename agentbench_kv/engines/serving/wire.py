@@ -259,6 +259,7 @@ class GenerationRequest:
     known: int  # how many of them the backend was given, or gave, before
     sampling: Sampling
     max_tokens: int  # what is left of `sampling.max_tokens`, which a restart may have interrupted
+    given: Sequence[int] = ()  # tokens to be taken as drawn
     # The wire puts `cached_tokens` here, where a stock engine says how many it had cached.
     usage: dict[str, int] = field(default_factory=dict)
 

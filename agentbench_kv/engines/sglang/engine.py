@@ -39,10 +39,9 @@ from agentbench_kv.engines.serving.wire import (
 )
 from agentbench_kv.engines.sglang.plugin.hooks import KEY
 from agentbench_kv.environments import python_of
-from agentbench_kv.errors import CapacityError, KVBenchError, UsageError
+from agentbench_kv.errors import CapacityError, UsageError
 from agentbench_kv.methods.base import Method
 from agentbench_kv.methods.spans import SpanRange
-from agentbench_kv.phases.machine import resumable
 
 # Positions SGLang keeps back at the end of a context; it is told of that many more.
 MARGIN = 8
@@ -352,16 +351,9 @@ class SglangEngine(ServingEngine):
         Whole pages of rows are shared, a partial last one is copied. While both are open no rows of
         either can be evicted.
         """
-        source = self._at_rest(session)
-        if new in self._sessions:
-            raise KVBenchError(f"session {new} is open already")
-        fork = ServingSession(new, resumable(labeller), source.tokens.copy())
-        fork.phases = [run.copy() for run in source.phases]
-        fork.opening, fork.system = source.opening, source.system
-        if self._lives(source) and self._tell(source, "fork", new=fork.backend_name) is not None:
-            self._wire.forked(source.backend_name, fork.backend_name)
-            fork.epoch, fork.known, fork.held = source.epoch, source.known, source.held
-        self._sessions[new] = fork
+        if self._fork(session, new, labeller):
+            names = (self._sessions[name].backend_name for name in (session, new))
+            self._wire.forked(*names)
 
     def rewind(self, session: str, length: int) -> None:
         """Forget a session's tokens from logical position `length` on.
@@ -383,5 +375,4 @@ class SglangEngine(ServingEngine):
             raise UsageError(
                 "SGLang as shipped shares and evicts rows as it likes; use full-constrained"
             )
-        self._note_loss(state, look=False)
-        return state.known > 0 and state.epoch == self._epoch
+        return super()._lives(state)

@@ -540,6 +540,124 @@ def check_no_shift_on_the_path() -> Any:
     return {"live": live, "next": following}
 
 
+def fork(scene: Scene, sequence: int = 1) -> SequenceRows:
+    return scene.rows.fork(sequence)
+
+
+def check_fork_appends() -> Any:
+    """Two sides decode behind the same cells; each says what a session alone says."""
+    wanted = []
+    for tokens in (NEXT, TEXT[:16]):
+        alone = Scene(tokens=300)
+        wanted.append(alone.feed(tokens))
+        alone.close()
+    scene = Scene(tokens=300)
+    other = fork(scene)
+    shared = scene.cells.used
+    found = [scene.feed(NEXT), scene.feed(TEXT[:16], other)]
+    used = scene.cells.used
+    scene.close()
+    difference = max(map(largest, found, wanted))
+    return {"shared": shared, "used": used, "difference": difference}
+
+
+def check_fork_events() -> Any:
+    """An event of one side moves rows into holes; the other side keeps its bytes and its cells."""
+    found = {}
+    for flash, sort in ((False, False), (False, True), (True, False), (True, True)):
+        scene = Scene(F16, flash, tokens=300)
+        other = fork(scene)
+        scene.feed(NEXT, other)
+        before, cells = scene.rows.read(), scene.rows.cells.clone()
+        kept = last_kept(316, 96, 40)
+        keys, _ = other.read()
+        positions = torch.arange(316).expand(LAYERS, KV_HEADS, -1).clone()
+        other.keep(kept, positions, [], sort=sort)
+        after, moved = scene.rows.read(), other.read()[0]
+        gathered = positions[..., :96, None].expand(-1, -1, -1, TINY.head_dim)
+        found[f"{flash}{sort}"] = {
+            "intact": all(bool(torch.equal(a, b)) for a, b in zip(before, after, strict=True)),
+            "in place": bool(torch.equal(cells, scene.rows.cells)),
+            "rows": bool(torch.equal(moved, keys.gather(2, gathered))),
+            # Cells that all heads keep where they are stay shared, if others have them.
+            "shared": other.shared,
+            "used": scene.cells.used,
+        }
+        scene.close()
+    return found
+
+
+def last_kept(rows: int, budget: int, last: int) -> torch.Tensor:
+    """Sets that differ between heads, but for the last rows, which all have."""
+    sets = random_sets(rows - last, budget - last)
+    tail = torch.arange(rows - last, rows).expand(LAYERS, KV_HEADS, -1)
+    return torch.cat([sets, tail], -1)
+
+
+def check_fork_changes() -> Any:
+    """Whatever else one side does to its rows, and in any order of leaving."""
+    works: dict[str, Callable[[SequenceRows], object]] = {
+        "hole at the end": lambda rows: rows.drop(rows.rope >= 280),
+        "rewound": lambda rows: rows.rewind(120),
+        "packed": lambda rows: (rows.drop(rows.rope < 50), rows.pack()),
+        "parked": lambda rows: (rows.park(), rows.unpark(2)),
+        "a block back": block_back,
+    }
+    found = {}
+    for name, work in works.items():
+        scene = Scene(tokens=300)
+        other = fork(scene)
+        before = scene.rows.read()
+        work(other)
+        after = scene.rows.read()
+        intact = all(bool(torch.equal(a, b)) for a, b in zip(before, after, strict=True))
+        last = library.llama().llama_memory_seq_pos_max(scene.context.memory, 0)
+        said = scene.feed(NEXT)
+        scene.rows.free()
+        scene.feed(NEXT, other)  # llama.cpp goes on there too
+        other.free()
+        found[name] = {"intact": intact and last == 299, "used": scene.cells.used}
+        alone = Scene(tokens=300)
+        found[name]["difference"] = largest(said, alone.feed(NEXT))
+        alone.close()
+        scene.close()
+    return found
+
+
+def block_back(rows: SequenceRows) -> None:
+    """A row stands in for the last one, and gives its label back as that returns."""
+    tail = rows.rope >= 280
+    logical, blob = rows.logical[tail], rows.save(tail)
+    rows.drop(tail)
+    rows.restore(blob, logical)
+
+
+def check_fork_without_a_sequence() -> Any:
+    """It starts outside of the cache, and comes in with the same bytes; all cells come back."""
+    scene = Scene(tokens=300, cells=1024)
+    other = fork(scene, -1)
+    outside = (other.sequence, other.live, other.resident, scene.cells.used)
+    twin = other.fork(-1)
+    before = scene.rows.read()
+    for number, side in ((1, other), (2, twin)):
+        side.unpark(number)
+    same = all(
+        bool(torch.equal(a, b))
+        for side in (other, twin)
+        for a, b in zip(before, side.read(), strict=True)
+    )
+    used = scene.cells.used
+    for side in (scene.rows, other, twin):
+        side.free()
+    left = scene.cells.used
+    scene.rows.next = 0
+    for _ in range(4):  # llama.cpp finds every cell free
+        scene.feed(TEXT[:256], scene.rows)
+    whole = scene.rows.live
+    scene.close()
+    return {"outside": outside, "same": same, "used": used, "left": left, "whole": whole}
+
+
 def check_full_cache() -> Any:
     scene = Scene(tokens=200, cells=256)
     blob = scene.rows.save(scene.rows.rope >= 0)

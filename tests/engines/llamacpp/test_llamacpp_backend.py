@@ -185,6 +185,44 @@ def test_llama_cpp_is_never_asked_to_shift(checks: dict[str, Any]) -> None:
     assert checks["no_shift_on_the_path"] == {"live": 422, "next": 422}
 
 
+def test_a_fork_has_the_cells_and_copies_none_to_append(checks: dict[str, Any]) -> None:
+    found = checks["fork_appends"]
+    assert found["difference"] <= 1e-5
+    assert (found["shared"], found["used"]) == (300, 332)
+
+
+@pytest.mark.parametrize("layout", ["FalseFalse", "FalseTrue", "TrueFalse", "TrueTrue"])
+def test_an_event_on_one_side_of_a_fork_changes_no_byte_of_the_other(
+    checks: dict[str, Any], layout: str
+) -> None:
+    found = checks["fork_events"][layout]
+    assert found["intact"]
+    assert found["in place"]
+    assert found["rows"]
+    # Of the last 96 rows 16 are its own and 24 stay where they are; 56 others had to be copied.
+    assert found["shared"] == 24
+    assert found["used"] == 300 + 16 + 56
+
+
+@pytest.mark.parametrize(
+    "change", ["hole at the end", "rewound", "packed", "parked", "a block back"]
+)
+def test_what_one_side_of_a_fork_does_to_its_rows_the_other_does_not_see(
+    checks: dict[str, Any], change: str
+) -> None:
+    found = checks["fork_changes"][change]
+    assert found["intact"]
+    assert found["difference"] <= 1e-5
+    assert found["used"] == 0
+
+
+def test_a_fork_without_a_sequence_starts_parked(checks: dict[str, Any]) -> None:
+    found = checks["fork_without_a_sequence"]
+    assert found["outside"] == [-1, 300, 0, 300]
+    assert found["same"]
+    assert (found["used"], found["left"], found["whole"]) == (900, 0, 1024)
+
+
 def test_a_full_cache_is_an_error_and_nothing_is_lost(checks: dict[str, Any]) -> None:
     found = checks["full_cache"]
     assert "full" in found["decode"]

@@ -13,11 +13,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentbench_kv.engines.base import Engine, EngineOptions, FinishReason, KVStats, Sampling
+from agentbench_kv.engines.base import (
+    Capability,
+    Engine,
+    EngineOptions,
+    FinishReason,
+    KVStats,
+    Sampling,
+)
 from agentbench_kv.engines.core.block_engine import BlockEngine
 from agentbench_kv.engines.embedded.engine import EmbeddedEngine
 from agentbench_kv.engines.llamacpp.engine import LlamaCppEngine
-from agentbench_kv.errors import CapacityError, KVBenchError, UsageError
+from agentbench_kv.errors import CapacityError, ContextLimitError, KVBenchError, UsageError
 from agentbench_kv.methods.base import Method
 from agentbench_kv.methods.spans import Resident, Source, SpanMethod, TurnNotes
 from agentbench_kv.phases import TokenPhases
@@ -280,6 +287,143 @@ def test_rewound_sessions_are_the_embedded_engines_wherever_their_rows_are(
         for name in names:
             engine.close(name)
     assert both[0].pool()["free_blocks"] == both[0].pool()["total_blocks"]
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_tree_of_forks_is_the_embedded_engines_wherever_its_rows_are(
+    seed: int, engines: Callable[..., Engine]
+) -> None:
+    """Forks that share cells, parked, evicted from, restored to and rewound in any order."""
+    both = [engines(LlamaCppEngine, RESIDENT_PLAIN, max_live_tokens=1280)]
+    both.append(engines(EmbeddedEngine, RESIDENT_PLAIN))
+    draw, names = random.Random(seed), [f"tree{seed}{root}" for root in "abc"]
+    parkings = both[0].pool()["parkings"]
+    for engine in both:
+        for number, name in enumerate(names):
+            engine.open(name, TokenPhases())
+            turn(engine, name, words(380, 3 * seed + number), 20)
+    for step in range(18):
+        name = draw.choice(names)
+        logical = both[1].stats(name).logical
+        what = "f" if len(names) < 5 else draw.choice("fgesrb" if len(names) < 8 else "gesrbc")
+        size, at = draw.randrange(1, 60), draw.randrange(logical - 120, logical - 20)
+        found = []
+        for engine in both:
+            answer: list[int] = []
+            if what == "f":
+                engine.fork(name, f"tree{seed}-{step}", TokenPhases())
+            elif what == "g":
+                answer = turn(engine, name, words(size, 10 * seed + step), 15)
+            elif what == "s":
+                engine.extend(
+                    name, words(size, step), [*map(TokenPhases().label, words(size, step))]
+                )
+                answer = list(engine.force(name, words(30, step + 1)))
+            elif what == "e":
+                engine.evict_spans(name, [(at, logical), (40 + step, 41 + step)])
+            elif what == "b" and engine.stats(name).live == logical - 1:
+                block = engine.save_block(name, at, logical - 1)
+                engine.evict_spans(name, [(at, logical - 1)])
+                engine.restore_block(name, block)
+            elif what == "r":
+                engine.rewind(name, at)
+                answer = turn(engine, name, words(size, step), 10)
+            elif what == "c":
+                engine.close(name)
+            if what != "c":
+                stats = engine.stats(name)
+                counted = (stats.live, stats.logical, stats.evicted, stats.decode_kv_sum)
+                found.append((answer, counted, stats.prefill_tokens, stats.recomputed))
+        assert found[:1] == found[1:], (step, what, name)
+        if what == "f":
+            names.append(f"tree{seed}-{step}")
+        elif what == "c":
+            names.remove(name)
+    for name in names:
+        last = [turn(engine, name, words(5, 9), 15) for engine in both]
+        assert last[0] == last[1], name
+    assert both[0].pool()["parkings"] > parkings
+    for engine in both:
+        for name in names:
+            engine.close(name)
+    assert both[0].pool()["free_blocks"] == both[0].pool()["total_blocks"]
+
+
+def test_a_fork_needs_room_for_what_is_its_own_only(engines: Callable[..., Engine]) -> None:
+    """Nobody is parked for it, as long as nothing that is shared can change."""
+    engine = engines(LlamaCppEngine, RESIDENT_PLAIN, max_live_tokens=1280)
+    assert isinstance(engine, LlamaCppEngine)
+    before = engine.pool()
+    engine.open("main", TokenPhases())
+    turn(engine, "main", words(1000, 1), 20)
+    for number in range(5):
+        engine.fork("main", f"ask{number}", TokenPhases())
+        turn(engine, f"ask{number}", words(20, number), 20)
+        assert engine.pool()["free_blocks"] == 1280 - 1019 - 40
+        engine.close(f"ask{number}")
+    assert engine.pool()["parkings"] == before["parkings"]
+    assert engine.stats("main").live == 1019
+    engine.close("main")
+    assert engine.pool() == before
+
+
+def test_what_cannot_be_forced_or_forked_is_refused(engines: Callable[..., Engine]) -> None:
+    engine = engines(LlamaCppEngine, RESIDENT_PLAIN, max_live_tokens=1280)
+    assert {Capability.FORCE, Capability.FORK} <= engine.info.capabilities
+    engine.open("s", TokenPhases())
+    engine.fork("s", "empty", TokenPhases())
+    for name in ("s", "empty"):
+        assert len(turn(engine, name, words(20, 1), 5)) == 5
+    with pytest.raises(UsageError, match="no tokens to force"):
+        engine.force("s", [])
+    with pytest.raises(UsageError, match="token ids"):
+        engine.force("s", [1, 1 << 20])
+    with pytest.raises(ContextLimitError):
+        engine.force("s", [20] * engine.info.context_limit)
+    with pytest.raises(KVBenchError, match="open already"):
+        engine.fork("s", "empty", TokenPhases())
+    with pytest.raises(KeyError):
+        engine.fork("nobody", "new", TokenPhases())
+    generation = engine.generate("s", Sampling(max_tokens=200))
+    next(iter(generation))
+    with pytest.raises(KVBenchError, match="session s is generating"):
+        engine.fork("s", "new", TokenPhases())
+    generation.cancel()
+    for _ in generation:
+        pass
+    for name in ("s", "empty"):
+        engine.close(name)
+
+
+def test_both_sides_of_a_fork_outlive_a_backend(engines: Callable[..., Engine]) -> None:
+    """One is killed between two turns, and another one within an answer that is given."""
+    engine = engines(LlamaCppEngine, RESIDENT_PLAIN, max_live_tokens=1280)
+    alone = engines(EmbeddedEngine, RESIDENT_PLAIN)
+    assert isinstance(engine, LlamaCppEngine)
+    said: list[list[Any]] = []
+    for each in (engine, alone):
+        each.open("m", TokenPhases())
+        said.append([turn(each, "m", words(200, 3), 20)])
+        each.fork("m", "f", TokenPhases())
+        if isinstance(each, LlamaCppEngine):
+            kill(each)
+        said[-1].append(turn(each, "f", words(10, 4), 20))
+        each.extend("m", words(9, 5), [*map(TokenPhases().label, words(9, 5))])
+        given = []
+        for token in each.force("m", words(300, 6)):
+            given.append(token)
+            if len(given) == 5 and isinstance(each, LlamaCppEngine):
+                kill(each)
+        assert given == words(300, 6)
+        said[-1] += [turn(each, "m", words(4, 7), 20), turn(each, "f", words(4, 8), 20)]
+    assert said[0] == said[1]
+    for each in (engine, alone):
+        assert [each.close(name).logical for name in ("m", "f")] == [553, 274]
+
+
+def kill(engine: LlamaCppEngine) -> None:
+    assert engine.backend_pid is not None
+    os.kill(engine.backend_pid, signal.SIGKILL)
 
 
 def test_methods_whose_heads_differ_have_no_spans(engines: Callable[..., Engine]) -> None:

@@ -81,6 +81,7 @@ class Backend:
             "span_attention": lambda r: call(
                 lambda: spans.attention(r["session"], r["spans"], r["layers"], r["decay"])
             ),
+            "fork": lambda r: call(lambda: scheduler.fork(r["session"], r["new"])),
             "rewind": lambda r: call(lambda: scheduler.rewind(r["session"], r["length"])),
             "embed_tokens": lambda r: self._embeddings.rows(r["tokens"]),
             "configure": self._configure,

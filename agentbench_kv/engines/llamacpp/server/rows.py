@@ -198,6 +198,13 @@ class Cells:
         self.count = int(base.ne[1])
         row_bytes = int(base.nb[1])
         self.form = RowFormat(context.shape, context.row_type, row_bytes, not context.flash)
+        # How many sessions each cell is a row of; whoever changes one of several copies it first.
+        self.holders = torch.zeros(self.count, dtype=torch.int32)
+
+    @property
+    def used(self) -> int:
+        """Cells that are rows of any session."""
+        return int(self.holders.count_nonzero())
 
     @cached_property
     def keys(self) -> tuple[Tensor, ...]:
@@ -365,6 +372,9 @@ class SequenceRows:
 
     After a per-head compaction a row's heads hold different tokens, so that `rope` and `logical`
     mean nothing any more; cells and labels do.
+
+    A fork has its source's cells. To drop one or to decode behind them changes nothing for others;
+    whoever writes to a cell, or gives it another label, copies it first if others have it.
     """
 
     def __init__(self, cells: Cells) -> None:
@@ -404,6 +414,16 @@ class SequenceRows:
         """Rows held in the cache."""
         return 0 if self._parked is not None else self.live
 
+    @property
+    def shared(self) -> int:
+        """Rows in cells that other sessions have too."""
+        return 0 if self._parked is not None else int((self._cells.holders[self.cells] > 1).sum())
+
+    @property
+    def stand_ins(self) -> int:
+        """Rows whose label is another one's; of sessions whose heads hold the same tokens."""
+        return int((self.labels != self.rope).sum())
+
     def append(self, cells: Tensor, first_logical: int) -> None:
         """Add rows that a decode wrote at the next positions."""
         each = torch.arange(len(cells))
@@ -413,14 +433,38 @@ class SequenceRows:
 
     def _insert(self, row: int, *columns: Tensor) -> None:
         table = self._table
+        self._cells.holders[columns[0]] += 1
         self._table = torch.cat([table[:, :row], torch.stack(columns), table[:, row:]], 1)
 
+    def fork(self, sequence: int) -> SequenceRows:
+        """Return the rows of a session that goes on from here, in the same cells.
+
+        `sequence` is its own, -1 if there is none left: then it starts parked, with a copy.
+        """
+        twin = SequenceRows(self._cells)
+        twin.next, twin._table, twin._stand_ins = self.next, self._table.clone(), self._stand_ins
+        twin._parked = self._parked
+        if self._parked is not None or not self.live:
+            return twin
+        if sequence < 0:
+            twin._parked = self._cells.save(self.sequence, [(-1, -1)])
+            return twin
+        twin.sequence = sequence
+        self._cells.context.share(self.sequence, sequence)
+        self._cells.holders[self.cells] += 1
+        return twin
+
     def park(self) -> None:
-        """Move all rows out of the cache, to the last bit."""
+        """Move all rows out of the cache, to the last bit; what others share stays in it too."""
         if self.live:
             self._parked = self._cells.save(self.sequence, [(-1, -1)])
-            self._cells.context.remove(self.sequence)
+            self._leave()
         self.sequence = -1
+
+    def _leave(self) -> None:
+        """Let go of all cells."""
+        self._cells.context.remove(self.sequence)
+        self._cells.holders[self.cells] -= 1
 
     def unpark(self, sequence: int) -> None:
         """Move all rows back, under another sequence."""
@@ -429,11 +473,12 @@ class SequenceRows:
         if blob is not None:
             # Rows of a blob are in the order of the cells they came from.
             cells = self._cells.load(sequence, blob)
+            self._cells.holders[cells] += 1
             self._table[0] = cells[blob.positions.argsort()]
 
     def free(self) -> None:
         if self.sequence >= 0:
-            self._cells.context.remove(self.sequence)
+            self._leave()
         self._clear()
 
     def keys(self, layer: int) -> Tensor:
@@ -444,6 +489,7 @@ class SequenceRows:
 
     def keep(self, kept: Tensor, positions: Tensor, extras: Sequence[Tensor], *, sort: bool) -> int:
         """Move the kept rows to the session's last cells and let go of the others."""
+        self._own(self._written(kept, sort=sort))
         moved = self._cells.compact(self.cells, kept, (positions, *extras), sort=sort)
         self.keep_last(kept.shape[-1])
         return moved
@@ -452,15 +498,42 @@ class SequenceRows:
         """Drop all rows but those with the largest labels, which a compaction filled."""
         self._select(torch.arange(self.live) >= self.live - budget)
 
+    def _written(self, kept: Tensor, *, sort: bool) -> Tensor:
+        """Return which rows a compaction writes to, in any head: places of others' tokens."""
+        live, budget = self.live, kept.shape[-1]
+        last = torch.arange(live - budget, live)
+        if sort:
+            stay = (kept == last).flatten(0, -2).all(0)
+        else:
+            stay = torch.bincount(kept.flatten(), minlength=live)[last] == kept[..., 0].numel()
+        return last[~stay]
+
+    def _own(self, rows: Tensor) -> None:
+        """Move those of the rows whose cells others have too to cells of their own."""
+        rows = rows[self._cells.holders[self.cells[rows]] > 1]
+        if len(rows):
+            self._put_back(rows, self.labels[rows])
+
+    def _put_back(self, rows: Tensor, labels: Tensor) -> None:
+        """Move rows, ascending, to free cells under other labels: no others in the session have.
+
+        llama.cpp itself would turn the keys, and for everybody.
+        """
+        blob, left = self._save(rows), runs(self.labels[rows].tolist())
+        blob.set_positions(labels)
+        for start, end in left:
+            self._cells.context.remove(self.sequence, start, end)
+        self._cells.holders[self.cells[rows]] -= 1
+        cells = self._cells.load(self.sequence, blob)
+        self._cells.holders[cells] += 1
+        self._table[0, rows], self._table[1, rows] = cells, labels
+
     def rotate(self, shifts: Tensor, frequencies: Tensor | None = None) -> None:  # noqa: ARG002
         """Turn the keys to the positions of their places, and number rows by them."""
-        self._cells.rotate(self.cells, shifts)
         places = torch.arange(self.live)
         if self.live:
-            blob = self._sorted(self._cells.save(self.sequence, [(-1, -1)]))
-            blob.set_positions(places)
-            self._cells.context.remove(self.sequence)
-            self._table[0] = self._cells.load(self.sequence, blob)
+            self._put_back(places, places)
+            self._cells.rotate(self.cells, shifts)
         self._table[1:3] = places
         self.next = self.live
 
@@ -477,7 +550,13 @@ class SequenceRows:
 
     def save(self, chosen: Tensor) -> Blob:
         """Copy some rows [live], bool, out of the cache, by ascending label."""
-        return self._sorted(self._cells.save(self.sequence, runs(self.labels[chosen].tolist())))
+        return self._save(chosen.nonzero()[:, 0])
+
+    def _save(self, rows: Tensor) -> Blob:
+        blob = self._cells.save(self.sequence, runs(self.labels[rows].tolist()))
+        # Rows of a blob are in the order of the cells they came from.
+        order = blob.positions.argsort()
+        return blob if bool((order.diff() > 0).all()) else blob.reordered(order)
 
     def restore(self, blob: Blob, logical: Tensor) -> None:
         """Put the rows of tokens `logical` back at the blob's positions, neighbours and free."""
@@ -503,32 +582,23 @@ class SequenceRows:
     def _select(self, kept: Tensor) -> None:
         for start, end in runs(self.labels[~kept].tolist()):
             self._cells.context.remove(self.sequence, start, end)
+        self._cells.holders[self.cells[~kept]] -= 1
         self._table = self._table[:, kept]
 
     def _anchor(self) -> None:
         """Let the last row stand in for a last position that has gone: llama.cpp goes on there."""
         if self.live and int(self.labels[-1]) != self.next - 1:
-            self._move_label(self.live - 1, self.next - 1)
+            self._relabel(self.live - 1, self.next - 1)
             self._stand_ins = True
 
     def _free_labels(self, wanted: Tensor) -> None:
         """Give rows their own labels back that stand in for one that returns."""
         for row in ((self.labels != self.rope) & torch.isin(self.labels, wanted)).nonzero():
-            self._move_label(int(row), int(self.rope[row]))
+            self._relabel(int(row), int(self.rope[row]))
         self._table = self._table[:, self.labels.argsort()]
 
-    def _move_label(self, row: int, new: int) -> None:
-        """Put one row under another label; llama.cpp would rotate its key, so it is copied."""
-        old = int(self.labels[row])
-        blob = self._cells.save(self.sequence, [(old, old + 1)])
-        blob.set_positions(torch.tensor([new]))
-        self._cells.context.remove(self.sequence, old, old + 1)
-        self._table[0, row] = self._cells.load(self.sequence, blob)[0]
-        self._table[1, row] = new
-
-    def _sorted(self, blob: Blob) -> Blob:
-        order = blob.positions.argsort()
-        return blob if bool((order.diff() > 0).all()) else blob.reordered(order)
+    def _relabel(self, row: int, label: int) -> None:
+        self._put_back(torch.tensor([row]), torch.tensor([label]))
 
 
 def runs(labels: Iterable[int]) -> list[tuple[int, int]]:

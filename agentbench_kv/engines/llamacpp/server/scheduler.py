@@ -23,7 +23,7 @@ from agentbench_kv.engines.llamacpp.server.context import Context, DecodeBatch
 from agentbench_kv.engines.llamacpp.server.rows import Cells
 from agentbench_kv.engines.llamacpp.server.session import BackendGeneration, BackendSession, Stream
 from agentbench_kv.errors import CapacityError, KVBenchError, UsageError
-from agentbench_kv.methods.base import QueryKind
+from agentbench_kv.methods.base import Method, QueryKind
 from agentbench_kv.phases.machine import PromptPhases
 
 PREFILL_CHUNK = 512
@@ -35,11 +35,15 @@ class Admission:
     """Cells and sequences of one context, lent to sessions.
 
     A session at rest whose cells are needed is parked: its rows are copied out of the cache and put
-    back by its next turn, to the last bit. Sessions that generate are never touched.
+    back by its next turn, to the last bit. Sessions that generate are never touched. Cells that
+    several sessions share count once; whoever generates under a method that compresses may have to
+    copy all of its shared ones.
     """
 
-    def __init__(self, context: Context) -> None:
-        self._context = context
+    def __init__(self, cells: Cells, method: Method) -> None:
+        self._cells = cells
+        self._context = context = cells.context
+        self._copies = method.compresses
         self._sequences = list(range(context.scratch))
         self.parkings = 0  # how often a session was parked
 
@@ -47,7 +51,7 @@ class Admission:
         """Lend a session its cells; False if it must wait, CapacityError if nothing else runs."""
         session = generation.session
         need = session.ledger.rows_needed(session.pending, generation.sampling.max_tokens)
-        if not self.bring_in(session, need, sessions):
+        if not self.bring_in(session, need, sessions, self._copied(session)):
             if any(each.generating for each in sessions):
                 return False
             raise CapacityError(
@@ -58,19 +62,26 @@ class Admission:
         return True
 
     def bring_in(
-        self, session: BackendSession, need: int, sessions: Collection[BackendSession]
+        self,
+        session: BackendSession,
+        need: int,  # rows that it may come to hold
+        sessions: Collection[BackendSession],
+        copies: int = 0,  # shared ones among them that it may have to copy
     ) -> bool:
         """Bring `session` in, parking resting ones, oldest first; False if there is no room now."""
         others = [each for each in sessions if each is not session]
-        taken = sum(each.reserved for each in others if each.generating)
-        if taken + need > self._context.cells:
+        generating = [each for each in others if each.generating]
+        if sum(each.reserved for each in generating) + need > self._context.cells:
             return False
         resting = [each for each in others if not each.generating and each.rows.sequence >= 0]
         resting.sort(key=lambda each: each.used)
-        taken += sum(each.rows.resident for each in resting)
-        while resting and (taken + need > self._context.cells or self._lacks_sequence(session)):
+
+        def crowded() -> bool:
+            own = need - session.rows.resident + min(copies, session.rows.shared)
+            return self._cells.used + own + sum(map(self._growth, generating)) > self._context.cells
+
+        while resting and (self._lacks_sequence(session) or crowded()):
             leaving = resting.pop(0)
-            taken -= leaving.rows.resident
             self._sequences.append(leaving.rows.sequence)
             leaving.rows.park()
             self.parkings += 1
@@ -79,6 +90,18 @@ class Admission:
         if session.rows.sequence < 0:
             session.rows.unpark(self._sequences.pop())
         return True
+
+    def lend(self) -> int:
+        """Lend a fork a sequence; -1 if none is left."""
+        return self._sequences.pop() if self._sequences else -1
+
+    def _growth(self, session: BackendSession) -> int:
+        """Return how many free cells a session that generates may still take."""
+        return session.reserved - session.rows.resident + self._copied(session)
+
+    def _copied(self, session: BackendSession) -> int:
+        """Return how many shared cells it may have to copy."""
+        return session.rows.shared if self._copies else 0
 
     def settle(self, session: BackendSession) -> None:
         """Take back what a session reserved for its turn and does not hold."""
@@ -118,7 +141,7 @@ class BatchScheduler:
         rows = RowShape(*sizes, torch.float32, torch.device("cpu"))
         self.policy = policy
         self.worker = WorkerRows(policy, rows, self.cells.form.frequencies.float())
-        self.admission = Admission(self.context)
+        self.admission = Admission(self.cells, policy.method)
         needed = policy.method.query_plan().kind is not QueryKind.NONE
         self.context.watch.want_queries(needed)
 
@@ -144,7 +167,8 @@ class BatchScheduler:
             session.prompt = PromptPhases(**request["phases"])
             # After a loss the whole session is one prefill.
             session.begin_turn(len(request["tokens"]) if session.ledger.fed else session.pending)
-            self._waiting.append(BackendGeneration(session, sampling, stream))
+            given = deque(request["given"])
+            self._waiting.append(BackendGeneration(session, sampling, stream, given))
 
         self.call(begin)
 
@@ -164,19 +188,35 @@ class BatchScheduler:
         with self._work:
             self._work.notify_all()
 
-    def idle_session(self, name: str, more: int = 0) -> BackendSession:
-        """Return a session at rest, with its rows and room for `more` in the cache; own thread."""
+    def _at_rest(self, name: str) -> BackendSession:
         session = self.sessions.get(name)
         if session is None:
             raise KVBenchError(f"session {name} is not open")
         self._abandon(session)
-        need = session.rows.live + more
-        if not self.admission.bring_in(session, need, self.sessions.values()):
+        return session
+
+    def idle_session(self, name: str, more: int = 0) -> BackendSession:
+        """Return a session at rest, with its rows and room for `more` in the cache; own thread."""
+        session = self._at_rest(name)
+        need, packed = session.rows.live + more, self.policy.method.positions == "cache"
+        # Shared cells that get other positions, or other labels, are copied.
+        copies = session.rows.live if packed else 1 + session.rows.stand_ins
+        if not self.admission.bring_in(session, need, self.sessions.values(), copies):
             raise CapacityError(
                 f"the KV cache holds {self.context.cells} tokens and has no room for "
                 f"{need} of session {name}"
             )
         return session
+
+    def fork(self, name: str, new: str) -> bool:
+        """Open a session that goes on from where another one, at rest, is; own thread."""
+        source = self._at_rest(name)
+        if new in self.sessions:
+            raise KVBenchError(f"session {new} is open already")
+        sequence = self.admission.lend() if source.rows.resident else -1
+        self.sessions[new] = source.fork(new, sequence)
+        self.worker.fork(name, new)
+        return True
 
     def rewind(self, name: str, length: int) -> None:
         """Forget a session's tokens from logical position `length` on; own thread."""
@@ -204,10 +244,9 @@ class BatchScheduler:
 
     def pool(self) -> dict[str, Any]:
         """Say what the cache holds; on the own thread."""
-        held = sum(session.rows.resident for session in self.sessions.values())
         return {
             "total_blocks": self.context.cells,
-            "free_blocks": self.context.cells - held,
+            "free_blocks": self.context.cells - self.cells.used,
             "sessions": len(self.sessions),
             "parked": sum(s.rows.resident < s.rows.live for s in self.sessions.values()),
             "parkings": self.admission.parkings,
@@ -336,13 +375,16 @@ class BatchScheduler:
                     self.worker.sums.add(session.name, layer, queries[:, part], keys.float())
 
     def _advance(self, generation: BackendGeneration, logits: Tensor) -> None:
-        """Sample one token for a session whose pending tokens are all fed; run a due event."""
+        """Take a token for a session whose pending tokens are all fed; run a due event."""
         session = generation.session
-        token = generation.sampler.draw(logits)
+        generation.hand_over_stretch()
+        token = generation.draw(logits)
         session.tokens.append(token)
         self._event(session, session.ledger.sampled())
         if generation.push(token) or len(session.tokens) >= self.context.shape.context_limit:
             self._finish(generation)
+        elif generation.given:
+            generation.take_stretch(PREFILL_CHUNK)
 
     def _event(self, session: BackendSession, eviction: Eviction | None) -> None:
         if eviction is None:

@@ -6,8 +6,10 @@ import itertools
 import json
 import socketserver
 import threading
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,8 @@ class BackendSession:
         self.tokens: list[int] = []  # given or generated; the last ones may not be fed yet
         self.rows = SequenceRows(cells)
         self.ledger = SessionLedger(method, size)
-        self.reserved = 0  # cells it may need before its turn ends
+        self.drawn = 0  # how many of the tokens to feed are an answer's, if several are given
+        self.reserved = 0  # rows it may come to hold before its turn ends
         self.generating = False  # admitted, and not ended
         self.used = 0  # rises with every turn: the smallest was not used for longest
 
@@ -43,11 +46,28 @@ class BackendSession:
     def begin_turn(self, prompt: int) -> None:
         self.ledger.opens_with(self.prompt.prompt, self.prompt.system)
         self.ledger.begin_turn(prompt)
+        self.drawn = 0
         self.used = next(_clock)
+
+    def fork(self, name: str, sequence: int) -> BackendSession:
+        """Return a session that goes on from here; see `SequenceRows.fork`."""
+        twin = copy(self)
+        twin.name, twin.tokens, twin.used = name, self.tokens.copy(), next(_clock)
+        twin.rows, twin.ledger = self.rows.fork(sequence), self.ledger.fork()
+        return twin
+
+    def add_drawn(self, tokens: list[int]) -> None:
+        """Add an answer's tokens behind the one to feed; no event may fall due with any of them."""
+        self.tokens += tokens
+        self.drawn = self.pending
 
     def fed(self, cells: Tensor) -> None:
         self.rows.append(cells, self.ledger.fed)
-        self.ledger.forward(len(cells))
+        if self.drawn:
+            self.ledger.forward_drawn(len(cells))
+            self.drawn = 0
+        else:
+            self.ledger.forward(len(cells))
 
     def rewind(self, length: int) -> None:
         """Forget the tokens from logical position `length` on; its rows are in the cache."""
@@ -142,10 +162,32 @@ class BackendGeneration:
     session: BackendSession
     sampling: Sampling
     stream: Stream
+    given: deque[int] = field(default_factory=deque)  # tokens to be taken as drawn
+    stretch: list[int] = field(default_factory=list)  # those of them fed with the next forward
     produced: int = 0
 
     def __post_init__(self) -> None:
         self.sampler = Sampler(self.sampling)
+
+    def draw(self, logits: Tensor) -> int:
+        """Return what comes next: the token that is given, or one of the model's."""
+        return self.given.popleft() if self.given else self.sampler.draw(logits)
+
+    def take_stretch(self, most: int) -> None:
+        """Have the next forward take given tokens at once up to one with which an event falls due.
+
+        Until then the cache only grows, so that one forward says of each what a decode would.
+        """
+        left = len(self.given)
+        rows = min(self.session.ledger.quiet(left) + 1, left, most)
+        self.stretch = [self.given.popleft() for _ in range(rows - 1)]
+        self.session.add_drawn(self.stretch)
+
+    def hand_over_stretch(self) -> None:
+        """Hand over the tokens that a forward took besides."""
+        for token in self.stretch:
+            self.push(token)
+        self.stretch = []
 
     def push(self, token: int) -> bool:
         """Hand a token over; return whether the generation ends with it."""
