@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from agentbench_kv.cli.bench_serving import serving
+from agentbench_kv.cli.bench_trace import trace
 from agentbench_kv.cli.options import NATURAL, POSITIVE, json_option, local, option, print_json
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ def bench() -> None:
 
 
 bench.add_command(serving)
+bench.add_command(trace)
 
 
 @bench.command()

@@ -27,6 +27,7 @@ from agentbench_kv.registry import load_engine, make_method
 from agentbench_kv.results.store import run_id
 from agentbench_kv.run.calibration import calibrated, calibration_used
 from agentbench_kv.run.provenance import environment
+from agentbench_kv.run.recordings import record_file
 from agentbench_kv.run.runner import check_pair, start_engine
 from agentbench_kv.serving_bench import jobs
 from agentbench_kv.serving_bench.endpoints import authorization
@@ -36,9 +37,11 @@ from agentbench_kv.serving_bench.measurements import (
     ServingArm,
     ServingFolder,
     ServingPlan,
+    TraceFigures,
 )
 from agentbench_kv.serving_bench.prompts import read_vocabulary
 from agentbench_kv.serving_bench.summary import ServingSummary, summarize_serving
+from agentbench_kv.serving_bench.trace import ReadMessages, Trace
 
 _QUEUE = 4096
 _ANSWER_S = 20.0
@@ -56,7 +59,7 @@ class ServingRun:
     """A plan with what to run it needs and no figure depends on."""
 
     plan: ServingPlan
-    shapes: tuple[jobs.SessionShape, ...]  # the plan's, read; as are the loads
+    workloads: tuple[jobs.Workload | Trace, ...]  # the plan's shapes, or its trace; as the loads
     loads: tuple[jobs.Load, ...]
     vocabulary: jobs.Vocabulary | None = None  # for servers by URL
     timeout_s: float = 1800.0
@@ -70,7 +73,7 @@ class ServingRun:
 
 def folder_of(plan: ServingPlan, out: Path) -> Path:
     """Return the plan's own folder below `out`: the same plan finds it again."""
-    return out / run_id(["serving", plan.engine, plan.model_name], plan.model_dump())
+    return out / run_id(["serving", plan.engine, plan.model_name], plan.document())
 
 
 def measure_serving(run: ServingRun, path: Path, told: Told) -> ServingSummary:
@@ -87,10 +90,10 @@ def measure_serving(run: ServingRun, path: Path, told: Told) -> ServingSummary:
         for repetition in range(plan.repeats):
             for place, arm in enumerate(rotated(plan.arms, repetition)):
                 missing = []
-                for shape, load in product(run.shapes, run.loads):
-                    before = known.get((arm.name, shape.label, load.label, repetition))
+                for workload, load in product(run.workloads, run.loads):
+                    before = known.get((arm.name, workload.label, load.label, repetition))
                     if before is None:
-                        missing.append((shape, load))
+                        missing.append((workload, load))
                     else:
                         told(before, True)
                 if not missing:
@@ -102,8 +105,8 @@ def measure_serving(run: ServingRun, path: Path, told: Told) -> ServingSummary:
                         server = stack.enter_context(serve_arm(plan, arm, run.at_once))
                     if plan.together:
                         kept[arm.name] = server
-                    for shape, load in missing:
-                        measured = _measure(run, arm, server, shape, load, (repetition, place))
+                    for workload, load in missing:
+                        measured = _measure(run, arm, server, workload, load, (repetition, place))
                         folder.add(measured)
                         told(measured, False)
     summary = summarize_serving(plan, folder.measurements())
@@ -121,39 +124,49 @@ def _measure(
     run: ServingRun,
     arm: ServingArm,
     server: RunningServer,
-    shape: jobs.SessionShape,
+    workload: jobs.Workload | Trace,
     load: jobs.Load,
     order: tuple[int, int],
 ) -> LoadMeasurement:
-    """Measure an arm at one shape and load; `order` is the repetition, and its place there."""
+    """Measure an arm at one workload and load; `order` is the repetition, and its place there."""
     plan, target, (repetition, place) = run.plan, server.target, order
-    workload = jobs.Workload(shape, plan.turns, plan.tool_tokens, plan.think_time_s)
-    if server.context is not None and workload.length > server.context:
+    sessions = _planned(workload, load.sessions)
+    longest = max(sessions, key=lambda session: session.length)
+    if server.context is not None and longest.length > server.context:
         raise UsageError(
-            f"a session of {shape.label} in {plan.turns} turns has {workload.length} tokens; "
-            f"{target.model} has room for {server.context}"
+            f"a session of {workload.label} in {len(longest.calls)} turns has {longest.length} "
+            f"tokens; {target.model} has room for {server.context}"
         )
     vocabulary = server.vocabulary or run.vocabulary
     if vocabulary is None:
         raise UsageError("--url needs --tokenizer FOLDER or --vocab SIZE, to draw token ids from")
-    seed = _seed(plan.seed, repetition, shape.label, load.label)
-    result = measure_apart(jobs.LoadJob(target, workload, load, vocabulary, seed, run.timeout_s))
+    seed = _seed(plan.seed, repetition, workload.label, load.label)
+    job = jobs.LoadJob(
+        target, sessions, load, vocabulary, seed, run.timeout_s, plan.time_scale, plan.goodput
+    )
+    result = measure_apart(job)
     details = [{name: getattr(turn, name) for name in _DETAILS} for turn in result.requests]
     return LoadMeasurement(
         arm=arm.name,
-        shape=shape.label,
+        shape=workload.label,
         load=load.label,
         repetition=repetition,
         place=place,
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         backend=f"{plan.engine}/{plan.wire}",
         model_id=target.model,
-        num_prompts=load.sessions * plan.turns,
+        num_prompts=sum(len(session.calls) for session in sessions),
         max_concurrency=load.concurrency,
         request_rate=load.rate or "inf",
         server=server.about,
         **msgspec.structs.asdict(result) | {"requests": details if run.detailed else None},
     )
+
+
+def _planned(workload: jobs.Workload | Trace, count: int) -> list[jobs.TraceSession]:
+    if isinstance(workload, jobs.Workload):
+        return workload.sessions(count)
+    return list(workload.first(count).sessions)
 
 
 def _seed(*parts: object) -> int:
@@ -198,6 +211,41 @@ def engine_arms(
             name=label, method=method.label, budget=known, settings=method.settings()
         )
     return list(made.values())
+
+
+def trace_figures(trace: Trace) -> TraceFigures:
+    """Return what a plan records of its trace."""
+    return TraceFigures(
+        form=trace.form,
+        sha256=trace.sha256,
+        sessions=len(trace.sessions),
+        calls=trace.calls,
+        prompt_tokens=trace.prompt_tokens,
+        output_tokens=trace.output_tokens,
+        prefix_hits=trace.prefix_hits,
+        notes=list(trace.notes),
+    )
+
+
+def recorded_messages(model: str, gap_s: float = 0.0) -> ReadMessages:
+    """Return what reads recorded chat messages in a model's tokens, with a gap between calls."""
+
+    def read(path: Path) -> list[jobs.TraceSession]:
+        sessions = []
+        for recording in record_file(path, model):
+            calls = [
+                jobs.TraceCall(
+                    len(turn.prompt),
+                    len(turn.answer),
+                    gap_s if number else 0.0,
+                    ids=[token for token, _ in turn.prompt],
+                )
+                for number, turn in enumerate(recording.turns)
+            ]
+            sessions.append(jobs.TraceSession(recording.sample, calls))
+        return sessions
+
+    return read
 
 
 def url_arms(urls: Sequence[str]) -> list[ServingArm]:

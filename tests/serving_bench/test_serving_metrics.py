@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentbench_kv.serving_bench.endpoints import TimedTurn
-from agentbench_kv.serving_bench.loadgen import PlayedJob, figures, kv_figures, most_at_once
+from agentbench_kv.serving_bench.figures import figures, kv_figures, most_at_once
 
 
 def turn(session: int, number: int, start: float, gaps: list[float], **more: Any) -> TimedTurn:
@@ -28,19 +28,18 @@ def turn(session: int, number: int, start: float, gaps: list[float], **more: Any
     )
 
 
-def made() -> PlayedJob:
-    turns = [
+def made() -> list[TimedTurn]:
+    return [
         turn(0, 0, 0.0, [0.5, 0.1, 0.2]),
         turn(0, 1, 1.0, [0.25, 0.15]),
         turn(1, 0, 0.5, [0.75]),
         turn(1, 1, 1.5, [0.5, 0.5, 0.5, 0.5]),
         TimedTurn(2, 0, 0.25, 10, 10, latency_s=9.0, error="HTTP 500: no"),
     ]
-    return PlayedJob(turns, duration_s=4.0)
 
 
 def test_counts_and_rates_leave_failed_requests_out() -> None:
-    found = figures(made())
+    found = figures(made(), 4.0)
     assert (found["completed"], found["failed"], found["sessions"]) == (4, 1, 3)
     assert found["total_input_tokens"] == 40
     assert found["total_prompt_tokens"] == 10 + 30 + 10 + 30
@@ -53,7 +52,7 @@ def test_counts_and_rates_leave_failed_requests_out() -> None:
 
 
 def test_latencies_are_numpys() -> None:
-    found = figures(made())
+    found = figures(made(), 4.0)
     values = {
         "ttft": [500, 250, 750, 500],
         # The answer of one token has none.
@@ -71,14 +70,14 @@ def test_latencies_are_numpys() -> None:
 
 
 def test_concurrency_is_counted_over_requests_and_over_decodes() -> None:
-    found = figures(made())
+    found = figures(made(), 4.0)
     # At 0.5 to 0.8 two requests run, but the second has no token before the first is done.
     assert found["max_concurrent_requests"] == 2
     assert found["max_concurrent_decodes"] == 1
 
 
 def test_nothing_completed_leaves_no_latency() -> None:
-    found = figures(PlayedJob([TimedTurn(0, 0, 0.0, 10, 10, error="no")], duration_s=0.0))
+    found = figures([TimedTurn(0, 0, 0.0, 10, 10, error="no")], 0.0)
     assert (found["completed"], found["failed"]) == (0, 1)
     assert found["output_throughput"] == 0.0
     assert found["max_concurrent_requests"] == 0
