@@ -28,6 +28,12 @@ if TYPE_CHECKING:
 @opt.option("--budget TOKENS", "Of the methods.")
 @opt.set_option("Of the methods.", envvar=None)
 @opt.dtype_option
+@opt.local(
+    "--kv-dtype kv_dtypes",
+    "Precision of cached rows, as kvbench run takes it; `auto` is the dtype's. Every arm comes at "
+    "each; repeatable.",
+    default=("auto",),
+)
 @opt.device_option
 @opt.local(
     "--load-format",
@@ -251,7 +257,9 @@ def _plan(
     where = {name: options[name] for name in ("dtype", "device")}
     dummy = options["load_format"] == "dummy"
     settings = opt.parse_settings(options["pairs"])
-    arms = engine_arms(options["engine"], model, wanted, settings, dummy=dummy, **where)
+    asked = [name.replace("auto", "") for name in dict.fromkeys(options["kv_dtypes"])]
+    same_for_all = {"dummy": dummy, "kv_dtypes": asked, **where}
+    arms = engine_arms(options["engine"], model, wanted, settings, **same_for_all)
     return ServingPlan(
         engine=options["engine"],
         model=model,

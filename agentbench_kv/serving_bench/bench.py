@@ -185,10 +185,12 @@ def engine_arms(
     dtype: str,
     device: str,
     dummy: bool = False,
+    kv_dtypes: Sequence[str] = ("",),
 ) -> list[ServingArm]:
     """Check methods and budgets against an engine, before anything starts.
 
-    Settings go to the methods with a budget; `dummy` asks for random weights. A UsageError or
+    Settings go to the methods with a budget; `dummy` asks for random weights. Every arm comes at
+    each precision of cached rows, but for the base that only differs in flags. A UsageError or
     PrerequisiteError for a pair that cannot run, or an engine that takes no token ids.
     """
     cls = load_engine(engine)
@@ -199,16 +201,28 @@ def engine_arms(
     cls.check_model(model)
     cls.check_compute(dtype, device)
     made: dict[str, ServingArm] = {}
-    for name, budget in arms:
+    for kv_dtype, (name, budget) in product(kv_dtypes, arms):
+        if kv_dtype and name == "full-constrained":
+            continue
         plain = make_method(name, budget)
         method = make_method(name, budget, settings if plain.compresses else {})
         check_pair(engine, cls, method)
+        if kv_dtype:
+            options = EngineOptions(model, method, device, dtype, kv_dtype)
+            cls.check_kv_dtype(options)
+            cls.check_options(options)
         if method.messages:
             raise UsageError(f"method {method.label!r} drops messages, and this sends token ids")
         known = budget.spelled if budget is not None and method.compresses else None
         label = method.label if known is None else f"{method.label} {known}"
+        if kv_dtype:
+            label += f" kv={kv_dtype}" + " simulated" * (engine == "embedded")
         made[label] = ServingArm(
-            name=label, method=method.label, budget=known, settings=method.settings()
+            name=label,
+            method=method.label,
+            budget=known,
+            settings=method.settings(),
+            kv_dtype=kv_dtype,
         )
     return list(made.values())
 
@@ -291,6 +305,7 @@ def serve_arm(plan: ServingPlan, arm: ServingArm, at_once: int) -> Iterator[Runn
             method,
             device=device,
             dtype=plan.dtype or "float32",
+            kv_dtype=arm.kv_dtype,
             concurrency=at_once,
             load_format="dummy" if plan.weights == "dummy" else "auto",
             engine_args=plan.engine_args,

@@ -11,7 +11,7 @@ import numpy as np
 from agentbench_kv.serving_bench.endpoints import TimedTurn
 from agentbench_kv.serving_bench.jobs import TraceSession, prefix_hits
 
-_MEDIANS = ("peak_live", "live", "logical")
+_MEDIANS = ("peak_bytes", "peak_live", "live", "logical")
 _SUMMED = ("events", "evicted", "restored", "prefill_tokens", "recomputed", "session_resets")
 # What `--goodput` sets targets of, and where a request has it.
 _MEASURED = {"ttft": "ttft_s", "tpot": "tpot_s", "e2el": "latency_s"}

@@ -28,6 +28,7 @@ class ServingArm(BaseModel, frozen=True):
     method: str | None = None  # `name` or `name@preset`; None of a server whose method is unknown
     budget: int | str | None = None
     settings: dict[str, Any] = Field(default_factory=dict)  # every parameter of the method
+    kv_dtype: str = ""  # precision of cached rows, where it is not the dtype
     url: str | None = None  # of a server that was not started here
 
     @property
@@ -91,6 +92,9 @@ class ServingPlan(BaseModel, frozen=True):
         for name in _RARE:
             if plain[name] == type(self).model_fields[name].get_default(call_default_factory=True):
                 del plain[name]
+        for arm in plain["arms"]:
+            if not arm["kv_dtype"]:
+                del arm["kv_dtype"]
         return plain
 
     @property

@@ -26,9 +26,13 @@ from agentbench_kv.serving_bench.measurements import (
 
 BASES = ("full", "full-constrained")  # arms that the others are compared with
 DUMMY = "dummy weights: speed of these shapes only; nothing here says anything about accuracy"
+SIMULATED = (
+    "simulated: rows are quantised and dequantised when written, and counted at the bytes they "
+    "would take; speed at lower precision is not what an engine with such a cache has"
+)
 SPEED = "output_throughput"
 GOODPUT = "request_goodput"
-_KV = ("median_peak_live", "median_logical", "mean_decode_kv", "events")
+_KV = ("median_peak_bytes", "median_peak_live", "median_logical", "mean_decode_kv", "events")
 _PUBLISHED_RATIO = "best_output_tok_s_ratio_vs_full"
 _SPEED_COLUMN = Column("output tok/s", Unit.RATE)
 # What agents notice comes first.
@@ -51,6 +55,7 @@ _FIGURE_COLUMNS = {
     "failed": Column("failed", Unit.NUMBER),
 }
 _KV_COLUMNS = {
+    "median_peak_bytes": Column("peak live MB", Unit.MEGABYTES),
     "median_peak_live": Column("peak live", Unit.TOKENS),
     "mean_decode_kv": Column("decode KV", Unit.TOKENS),
     "median_logical": Column("logical", Unit.TOKENS),
@@ -244,10 +249,17 @@ def _loads_table(plan: ServingPlan, shape: str, cells: Sequence[ArmFigures]) -> 
                 Cell(figure.point) if (figure := cell.figures.get(name)) else Cell()
                 for name in later
             ),
-            *(Cell(cell.kv.get(name)) for name in of_kv),
+            *(_kv_cell(cell, name) for name in of_kv),
         )
         rows.append(Row(row, "; ".join(cell.reasons) or None))
     return _table(plan, shape, "under load", columns, rows, _notes(plan, cells))
+
+
+def _kv_cell(cell: ArmFigures, name: str) -> Cell:
+    value = cell.kv.get(name)
+    if name == "median_peak_bytes":  # 0 where the server does not count them
+        return Cell(value / 1e6 if value else None)
+    return Cell(value)
 
 
 def _known(columns: Mapping[str, Column], cells: Sequence[ArmFigures]) -> dict[str, Column]:
@@ -334,11 +346,14 @@ def _notes(plan: ServingPlan, cells: Sequence[ArmFigures]) -> list[str]:
         notes += [plan.trace.sentence + scale, *plan.trace.notes]
     if any(cell.kv for cell in cells):
         notes.append(
-            "peak live, decode KV, logical: tokens per layer and KV head; medians over sessions, "
-            "and the mean over decoded tokens"
+            "peak live MB: keys and values over all layers and heads; peak live, decode KV, "
+            "logical: tokens per layer and KV head; medians over sessions, and the mean over "
+            "decoded tokens"
         )
     if fewest < REPETITIONS:
         notes.append(f"fewest repetitions: {fewest}; fewer than {REPETITIONS} decide nothing")
+    if plan.engine == "embedded" and any(arm.kv_dtype for arm in plan.arms):
+        notes.append(SIMULATED)
     if plan.weights == "dummy":
         notes.append(DUMMY)
     if plan.weights == "unknown":
