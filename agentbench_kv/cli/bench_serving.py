@@ -34,6 +34,11 @@ if TYPE_CHECKING:
     "each; repeatable.",
     default=("auto",),
 )
+@opt.local(
+    "--pool-mb",
+    "Equal memory: MB of cached rows for every arm.  [default: the engine's choice]",
+    opt.ABOVE_ZERO,
+)
 @opt.device_option
 @opt.local(
     "--load-format",
@@ -245,9 +250,12 @@ def _plan(
     shared: dict[str, Any] = {name: options[name] for name in same}
     shared |= {"shapes": shapes, "loads": loads, "think_time_s": options["think_time"]}
     shared |= {"goodput": _targets(options["targets"]), "time_scale": options["time_scale"]}
+    shared |= {"pool_mb": options["pool_mb"]}
     shared |= {"trace": None if trace is None else trace_figures(trace)}
     model, wire = options["model"], options["wire"]
     if options["urls"]:
+        if options["pool_mb"]:
+            raise UsageError("--pool-mb is for engines started here")
         about = {"engine": "url", "model": model, "weights": "unknown", "wire": wire}
         return ServingPlan(**about, arms=url_arms(options["urls"]), **shared)
     if wire != "gateway":

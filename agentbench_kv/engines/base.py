@@ -418,7 +418,6 @@ class EngineOptions:
     method: Method  # budget included
     device: str = "auto"  # or `cpu`, `cuda`, `cuda:N`
     dtype: str = "float32"  # or `bfloat16`, `float16`
-    kv_dtype: str = ""  # of cached rows, a name in `Engine.kv_dtypes`; empty for the dtype
     concurrency: int = 16  # sessions the caller will drive at once
     max_live_tokens: int | None = None  # over all sessions; None takes half of the free memory
     context_limit: int = 0  # tokens a session may have: fewer than the model's, or more by YaRN
@@ -429,3 +428,4 @@ class EngineOptions:
     engine_args: Mapping[str, str] = field(default_factory=dict)
     # Go on with a version of a serving engine that the adapter was not written for.
     allow_untested: bool = False
+    kv_dtype: str = ""  # of cached rows, a name in `Engine.kv_dtypes`; empty for the dtype

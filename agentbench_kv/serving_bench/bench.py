@@ -19,7 +19,9 @@ import msgspec
 
 from agentbench_kv.budget import Budget
 from agentbench_kv.engines.base import Capability, EngineOptions
+from agentbench_kv.engines.embedded.model import model_path
 from agentbench_kv.engines.serving.engine import ServingEngine
+from agentbench_kv.engines.serving.wire import read_model
 from agentbench_kv.errors import PrerequisiteError, UsageError
 from agentbench_kv.gateway import open_gateway
 from agentbench_kv.gateway.http import BackgroundServer, ServerSettings
@@ -208,7 +210,7 @@ def engine_arms(
         method = make_method(name, budget, settings if plain.compresses else {})
         check_pair(engine, cls, method)
         if kv_dtype:
-            options = EngineOptions(model, method, device, dtype, kv_dtype)
+            options = EngineOptions(model, method, device, dtype, kv_dtype=kv_dtype)
             cls.check_kv_dtype(options)
             cls.check_options(options)
         if method.messages:
@@ -290,6 +292,24 @@ class RunningServer:
     about: dict[str, Any] = field(default_factory=dict)  # what the engine says of itself
 
 
+def pool_tokens(plan: ServingPlan, arm: ServingArm, *, per_query_head: bool) -> int | None:
+    """Return how many cached tokens an arm's pool has room for; None: the engine decides.
+
+    A UsageError where rows do not all take the same, or the pool has no room for one.
+    """
+    if plan.pool_mb is None:
+        return None
+    if arm.kv_dtype.startswith("kivi"):
+        raise UsageError(f"--pool-mb: rows of {arm.name} take less as they age; leave it out")
+    facts = read_model(model_path(plan.model))
+    heads = facts.q_heads if per_query_head else facts.kv_heads
+    size = facts.pool_bytes(arm.kv_dtype or plan.dtype or "float32") * heads // facts.kv_heads
+    tokens = int(plan.pool_mb * 1e6) // size
+    if not tokens:
+        raise UsageError(f"--pool-mb {plan.pool_mb:g} has no room for a token, which takes {size}")
+    return tokens
+
+
 @contextmanager
 def serve_arm(plan: ServingPlan, arm: ServingArm, at_once: int) -> Iterator[RunningServer]:
     """Start an arm's engine for `at_once` sessions, or reach its server; else a KVBenchError."""
@@ -299,10 +319,12 @@ def serve_arm(plan: ServingPlan, arm: ServingArm, at_once: int) -> Iterator[Runn
     device = plan.device or "auto"
     plain = make_method(arm.method or "full", arm.budget, arm.settings)
     method = calibrated(plain, plan.model, device)
+    room = pool_tokens(plan, arm, per_query_head=method.per_query_head)
     with ExitStack() as stack:
         options = EngineOptions(
             plan.model,
             method,
+            max_live_tokens=room,
             device=device,
             dtype=plan.dtype or "float32",
             kv_dtype=arm.kv_dtype,
@@ -323,6 +345,7 @@ def serve_arm(plan: ServingPlan, arm: ServingArm, at_once: int) -> Iterator[Runn
         stack.enter_context(server)
         about = {"model_sha": info.model_sha, "device": info.device, "dtype": info.dtype}
         about |= calibration_used(method)
+        about |= {"max_live_tokens": room} if room is not None else {}
         target = jobs.Target(server.url.removesuffix("/v1"), "gateway", info.model)
         yield RunningServer(target, vocabulary, info.context_limit, {**about, **info.details})
 

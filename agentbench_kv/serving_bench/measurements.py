@@ -17,7 +17,12 @@ from agentbench_kv.results.tables.model import slug
 PLAN = "serving.json"
 SUMMARY = "summary.json"
 
-_RARE = ("trace", "time_scale", "goodput")  # later than the first plans, whose folders keep names
+_RARE = (
+    "trace",
+    "time_scale",
+    "goodput",
+    "pool_mb",
+)  # later than the first plans, whose folders keep names
 Parsed = TypeVar("Parsed")
 
 
@@ -84,6 +89,9 @@ class ServingPlan(BaseModel, frozen=True):
     together: bool = False  # whether all engines ran at once
     trace: TraceFigures | None = None  # what is played instead of shapes; `shapes` has its name
     time_scale: float = 1.0  # of the trace's gaps and clock
+    pool_mb: float | None = (
+        None  # of cached rows, the same for every arm; None: the engine's choice
+    )
     goodput: dict[str, float] = Field(default_factory=dict)  # ms that a good request keeps to
 
     def document(self) -> dict[str, Any]:

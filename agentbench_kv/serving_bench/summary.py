@@ -333,6 +333,8 @@ def _notes(plan: ServingPlan, cells: Sequence[ArmFigures]) -> list[str]:
         "medians over repetitions with 95% intervals; ratios are paired by repetition",
         "TTFT, TPOT, E2E: median and p99 of requests; a request is one turn",
     ]
+    if plan.pool_mb is not None:
+        notes.append(f"equal memory: every arm has {plan.pool_mb:g} MB for cached rows")
     if plan.goodput:
         kept = ", ".join(f"{name.upper()} {most:g} ms" for name, most in plan.goodput.items())
         notes.append(f"good: a request within {kept}; a session, if all of its requests are")

@@ -253,7 +253,9 @@ def test_given_tokens_are_predicted_as_drawn_ones(name: str, start_session: Any)
         exact, logits = stretch.of_methods
         assert exact is None  # the full cache's own
         assert logits is not None
-        assert not torch.equal(logits, stretch.full)
+        # A prompt's own attention sees KIVI's rows as computed.
+        same = name == "kivi2" and stretch.first == 0
+        assert torch.equal(logits, stretch.full) is same
         low += logits.argmax(-1).tolist()
         first = stretch.full[0].argmax().item() if first is None else first
     assert low == found[name]
