@@ -101,8 +101,9 @@ def serve(
     )
     asked["engine_args"] = opt.parse_settings(asked["engine_args"], "--engine-arg")
     budget, pairs = opt.parse_budget(asked["budget"]), opt.parse_settings(asked["pairs"])
-    same = ("device", "dtype", "kv_dtype", "concurrency", "engine_args", "allow_untested")
+    same = ("device", "dtype", "concurrency", "engine_args", "allow_untested")
     options = {name: asked[name] for name in same}
+    options["kv_dtype"] = asked["kv_dtype"].replace("auto", "")
     context, live = asked["context_limit"] or 0, asked["max_live_tokens"]
     check_limits(engine, context, live or 0)
     options |= {"context_limit": context, "max_live_tokens": live}

@@ -47,6 +47,7 @@ from agentbench_kv.serving_bench.trace import ReadMessages, Trace
 
 _QUEUE = 4096
 _ANSWER_S = 20.0
+_MOST_RUNNING = 1024  # sessions in which something is read or generated; more may be open
 _DETAILS = (
     "session", "turn", "start", "new_tokens", "prompt_tokens", "output_tokens", "ttft_s",
     "latency_s", "error",
@@ -319,6 +320,7 @@ def serve_arm(plan: ServingPlan, arm: ServingArm, at_once: int) -> Iterator[Runn
     device = plan.device or "auto"
     plain = make_method(arm.method or "full", arm.budget, arm.settings)
     method = calibrated(plain, plan.model, device)
+    running = min(at_once, _MOST_RUNNING)
     room = pool_tokens(plan, arm, per_query_head=method.per_query_head)
     with ExitStack() as stack:
         options = EngineOptions(
@@ -328,7 +330,7 @@ def serve_arm(plan: ServingPlan, arm: ServingArm, at_once: int) -> Iterator[Runn
             device=device,
             dtype=plan.dtype or "float32",
             kv_dtype=arm.kv_dtype,
-            concurrency=at_once,
+            concurrency=running,
             load_format="dummy" if plan.weights == "dummy" else "auto",
             engine_args=plan.engine_args,
             allow_untested=plan.allow_untested,
@@ -341,9 +343,13 @@ def serve_arm(plan: ServingPlan, arm: ServingArm, at_once: int) -> Iterator[Runn
         sessions = 2 * at_once + 1
         gateway = open_gateway(engine, method, max_sessions=sessions)
         settings = ServerSettings(queue=_QUEUE)
-        server = BackgroundServer(gateway, concurrency=at_once, settings=settings)
+        server = BackgroundServer(gateway, concurrency=running, settings=settings)
         stack.enter_context(server)
-        about = {"model_sha": info.model_sha, "device": info.device, "dtype": info.dtype}
+        about: dict[str, Any] = {
+            "model_sha": info.model_sha,
+            "device": info.device,
+            "dtype": info.dtype,
+        }
         about |= calibration_used(method)
         about |= {"max_live_tokens": room} if room is not None else {}
         target = jobs.Target(server.url.removesuffix("/v1"), "gateway", info.model)

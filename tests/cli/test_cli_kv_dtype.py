@@ -136,3 +136,16 @@ def test_bench_serving_measures_arms_at_each_precision_in_equal_memory(
     }
     assert rooms["full"] == rooms["agentkv 64"] == 1_500_000 // 4096
     assert rooms["full kv=int8 simulated"] == 1_500_000 // 1088
+
+
+def test_fidelity_plays_precisions_beside_the_full_cache(kvbench) -> None:
+    done = kvbench(
+        *("fidelity", "--task", "micro/recall-1k", "--limit", "1", "--quiet", "--json"),
+        *("--method", "full", "--method", "agentkv", "--budget", "256"),
+        *("--kv-dtype", "auto", "--kv-dtype", "int8", "--kv-dtype", "int4"),
+    )
+    assert done.returncode == 0, done.stderr
+    kl = {found["method"]: found["means"]["kl"]["point"] for found in json.loads(done.stdout)}
+    assert kl["full"] == 0
+    assert 0 < kl["full kv=int8 simulated"] < kl["full kv=int4 simulated"]
+    assert kl["agentkv"] != kl["agentkv kv=int4 simulated"]
