@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from agentbench_kv.serving_bench.jobs import Load
     from agentbench_kv.serving_bench.measurements import LoadMeasurement, ServingPlan
     from agentbench_kv.serving_bench.summary import ServingSummary
-    from agentbench_kv.serving_bench.trace import Trace
+    from agentbench_kv.serving_bench.trace import LoadTrace
 
 
 @click.command()
@@ -177,7 +177,7 @@ def _run(options: dict[str, Any]) -> ServingRun:
     )
 
 
-def _trace(options: dict[str, Any]) -> Trace | None:
+def _trace(options: dict[str, Any]) -> LoadTrace | None:
     """Read the trace; a UsageError for options that say something else than it."""
     from agentbench_kv.errors import UsageError
     from agentbench_kv.serving_bench.bench import recorded_messages
@@ -239,7 +239,7 @@ def _targets(texts: Sequence[str]) -> dict[str, float]:
 
 
 def _plan(
-    options: dict[str, Any], trace: Trace | None, shapes: list[str], loads: list[str]
+    options: dict[str, Any], trace: LoadTrace | None, shapes: list[str], loads: list[str]
 ) -> ServingPlan:
     from agentbench_kv.errors import UsageError
     from agentbench_kv.serving_bench.bench import engine_arms, trace_figures, url_arms

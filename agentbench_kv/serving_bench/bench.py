@@ -43,7 +43,7 @@ from agentbench_kv.serving_bench.measurements import (
 )
 from agentbench_kv.serving_bench.prompts import read_vocabulary
 from agentbench_kv.serving_bench.summary import ServingSummary, summarize_serving
-from agentbench_kv.serving_bench.trace import ReadMessages, Trace
+from agentbench_kv.serving_bench.trace import LoadTrace, ReadMessages
 
 _QUEUE = 4096
 _ANSWER_S = 20.0
@@ -62,7 +62,9 @@ class ServingRun:
     """A plan with what to run it needs and no figure depends on."""
 
     plan: ServingPlan
-    workloads: tuple[jobs.Workload | Trace, ...]  # the plan's shapes, or its trace; as the loads
+    workloads: tuple[
+        jobs.Workload | LoadTrace, ...
+    ]  # the plan's shapes, or its trace; as the loads
     loads: tuple[jobs.Load, ...]
     vocabulary: jobs.Vocabulary | None = None  # for servers by URL
     timeout_s: float = 1800.0
@@ -127,7 +129,7 @@ def _measure(
     run: ServingRun,
     arm: ServingArm,
     server: RunningServer,
-    workload: jobs.Workload | Trace,
+    workload: jobs.Workload | LoadTrace,
     load: jobs.Load,
     order: tuple[int, int],
 ) -> LoadMeasurement:
@@ -166,7 +168,7 @@ def _measure(
     )
 
 
-def _planned(workload: jobs.Workload | Trace, count: int) -> list[jobs.TraceSession]:
+def _planned(workload: jobs.Workload | LoadTrace, count: int) -> list[jobs.TraceSession]:
     if isinstance(workload, jobs.Workload):
         return workload.sessions(count)
     return list(workload.first(count).sessions)
@@ -230,7 +232,7 @@ def engine_arms(
     return list(made.values())
 
 
-def trace_figures(trace: Trace) -> TraceFigures:
+def trace_figures(trace: LoadTrace) -> TraceFigures:
     """Return what a plan records of its trace."""
     return TraceFigures(
         form=trace.form,

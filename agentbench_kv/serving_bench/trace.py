@@ -42,7 +42,7 @@ class ReadMessages(Protocol):
 
 
 @dataclass(frozen=True)
-class Trace:
+class LoadTrace:
     """Sessions in the order in which they begin."""
 
     label: str
@@ -74,7 +74,7 @@ class Trace:
         """Whether it says when sessions begin."""
         return all(session.start_s is not None for session in self.sessions)
 
-    def first(self, count: int | None) -> Trace:
+    def first(self, count: int | None) -> LoadTrace:
         """Return the first sessions; a UsageError if there are not so many."""
         if count is None or count == len(self.sessions):
             return self
@@ -83,7 +83,7 @@ class Trace:
         return replace(self, sessions=self.sessions[:count])
 
 
-def read_trace(path: Path, messages: ReadMessages | None = None) -> Trace:
+def read_trace(path: Path, messages: ReadMessages | None = None) -> LoadTrace:
     """Read a trace in any form that is known.
 
     UsageError with the line's number for what is none, or cannot be read; recorded messages need
@@ -99,7 +99,7 @@ def read_trace(path: Path, messages: ReadMessages | None = None) -> Trace:
         raise UsageError(f"{path} is empty; expected {_FORMS}")
     form, sessions, notes = _read(path, first, lines, messages)
     timed = sorted(sessions, key=lambda session: session.start_s or 0.0)
-    return Trace(path.name, form, hashlib.sha256(data).hexdigest(), tuple(timed), notes)
+    return LoadTrace(path.name, form, hashlib.sha256(data).hexdigest(), tuple(timed), notes)
 
 
 def write_trace(path: Path, sessions: Sequence[TraceSession]) -> None:

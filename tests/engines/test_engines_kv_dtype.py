@@ -177,9 +177,16 @@ def test_tokens_are_those_of_hugging_face_with_such_a_cache(
     # Rows of fewer bits are others: what is not simulated would pass without this.
     assert differs or name == "int8"
     session = engine._scheduler.get("a")
-    whole = exact._scheduler.get("a")
-    rows = slice(0, 500)
-    assert not torch.equal(session.cache.values[:, :, rows], whole.cache.values[:, :, rows])
+    end = session.cache.length
+    assert end == cache.get_seq_length() > 600
+    for kind in ("keys", "values"):
+        rows = getattr(session.cache, kind)[:, :, :end]
+        expected_rows = torch.cat([getattr(layer, kind) for layer in cache.layers])
+        # A value between two codes may take either; a row that is quantised in one cache alone, or
+        # with others, differs in nearly every channel.
+        off = ((rows - expected_rows).abs() > 1e-4).float().mean(-1)
+        assert off.max() < 0.5
+        assert off.mean() < 0.01
 
 
 @pytest.mark.parametrize("name", ["int8", "int4", "fp8"])
