@@ -66,6 +66,7 @@ class KVFigures:
     auxiliary_calls: int = _figure("requests that a method made of the model by itself", add)
     auxiliary_tokens: int = _figure("tokens that those read and generated", add)
     auxiliary_s: float = _figure("seconds that those took", add, 0.0)
+    peak_bytes: int = _figure("most bytes held at once: K and V, all layers and heads", max)
     peak_alone: int = _figure("most tokens of a session that has such requests, without them", max)
 
 

@@ -106,7 +106,7 @@ def one(port: int, args: argparse.Namespace, concurrency: int) -> dict[str, floa
     """Measure once; sessions of one turn, so that nothing but the stream costs time."""
     job = LoadJob(
         Target(f"http://127.0.0.1:{port}", "vllm", "none"),
-        Workload(SessionShape(args.prompt, args.tokens)),
+        Workload(SessionShape(args.prompt, args.tokens)).sessions(concurrency * args.rounds),
         Load(concurrency * args.rounds, concurrency=concurrency, warmup=concurrency),
         Vocabulary(32000),
     )

@@ -45,7 +45,7 @@ def ours(args: argparse.Namespace, seed: int) -> dict[str, float]:
     model = httpx.get(f"{args.url}/v1/models", headers=authorization()).json()["data"][0]["id"]
     job = LoadJob(
         Target(args.url, args.engine, model),
-        Workload(SessionShape(args.input, args.output)),
+        Workload(SessionShape(args.input, args.output)).sessions(args.prompts),
         Load(args.prompts, concurrency=args.concurrency, warmup=args.warmup),
         read_vocabulary(args.model),
         seed,

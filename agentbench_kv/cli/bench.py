@@ -12,6 +12,7 @@ import click
 
 from agentbench_kv.cli.bench_roofline import roofline
 from agentbench_kv.cli.bench_serving import serving
+from agentbench_kv.cli.bench_trace import trace
 from agentbench_kv.cli.options import NATURAL, POSITIVE, json_option, local, option, print_json
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ def bench() -> None:
 
 bench.add_command(serving)
 bench.add_command(roofline)
+bench.add_command(trace)
 
 
 @bench.command()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from agentbench_kv.cli import options as opt
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from agentbench_kv.serving_bench.jobs import Load
     from agentbench_kv.serving_bench.measurements import LoadMeasurement, ServingPlan
     from agentbench_kv.serving_bench.summary import ServingSummary
+    from agentbench_kv.serving_bench.trace import LoadTrace
 
 
 @click.command()
@@ -26,6 +28,17 @@ if TYPE_CHECKING:
 @opt.option("--budget TOKENS", "Of the methods.")
 @opt.set_option("Of the methods.", envvar=None)
 @opt.dtype_option
+@opt.local(
+    "--kv-dtype kv_dtypes",
+    "Precision of cached rows, as kvbench run takes it; `auto` is the dtype's. Every arm comes at "
+    "each; repeatable.",
+    default=("auto",),
+)
+@opt.local(
+    "--pool-mb",
+    "Equal memory: MB of cached rows for every arm.  [default: the engine's choice]",
+    opt.ABOVE_ZERO,
+)
 @opt.device_option
 @opt.local(
     "--load-format",
@@ -57,13 +70,40 @@ if TYPE_CHECKING:
 @opt.local("--vocab", "With --url: ids below this number instead.", opt.POSITIVE)
 @opt.local(
     "--shape shapes IN/OUT",
-    "First prompt and tokens generated in each turn, k = 1,024; repeatable.",
-    default=("2k/256",),
+    "First prompt and tokens generated in each turn, k = 1,024; repeatable.  [default: 2k/256]",
+    multiple=True,
+)
+@opt.local(
+    "--trace",
+    "Sessions to play instead of shapes: this project's form, Mooncake's, BurstGPT's, or messages.",
+    opt.FILE,
+)
+@opt.local(
+    "--fixed-schedule fixed_schedule",
+    "Begin the trace's sessions, and send their calls, when the trace says.",
+    is_flag=True,
+)
+@opt.local(
+    "--time-scale",
+    "The trace's gaps and clock are as many times as long.",
+    opt.ABOVE_ZERO,
+    default=1.0,
+    show_default=False,
+)
+@opt.local(
+    "--goodput targets KEY:MS",
+    "What a good request stays within, as vllm bench serve takes it: ttft:2000, tpot:50 or e2el; "
+    "repeatable.",
+    multiple=True,
 )
 @opt.local("--turns", kind=opt.POSITIVE, default=3)
 @opt.local("--tool-tokens", "New prompt tokens of every later turn.", opt.POSITIVE, default=256)
 @opt.local(
-    "--think-time", "Seconds between turns.", click.FloatRange(0), default=0.0, show_default=False
+    "--think-time",
+    "Seconds between turns; of a trace, only of messages.",
+    click.FloatRange(0),
+    default=0.0,
+    show_default=False,
 )
 @opt.local(
     "--concurrency",
@@ -79,7 +119,7 @@ if TYPE_CHECKING:
 )
 @opt.local(
     "--sessions",
-    "Of one measurement.  [default: twice the concurrency; 32 in an open loop]",
+    "Of one measurement.  [default: twice the concurrency; 32 in an open loop; all of a trace]",
     opt.POSITIVE,
 )
 @opt.local("--warmup", "Sessions.", opt.NATURAL, default=2)
@@ -113,17 +153,23 @@ def serving(out: Path, quiet: bool, as_json: bool, **options: Any) -> None:
 
 def _run(options: dict[str, Any]) -> ServingRun:
     from agentbench_kv.serving_bench.bench import ServingRun
-    from agentbench_kv.serving_bench.jobs import SessionShape, Vocabulary
+    from agentbench_kv.serving_bench.jobs import SessionShape, Vocabulary, Workload
     from agentbench_kv.serving_bench.prompts import read_vocabulary
 
-    shapes = tuple(dict.fromkeys(SessionShape.parse(text) for text in options["shapes"]))
-    loads = _loads(*(options[name] for name in ("concurrency", "rates", "sessions", "warmup")))
+    trace = _trace(options)
+    if trace is not None:
+        options |= {"sessions": len(trace.sessions), "turns": 0, "tool_tokens": 0}
+    asked = [] if trace is not None else options["shapes"] or ("2k/256",)
+    shapes = dict.fromkeys(SessionShape.parse(text) for text in asked)
+    same = (options["turns"], options["tool_tokens"], options["think_time"])
+    workloads = (trace,) if trace is not None else tuple(Workload(one, *same) for one in shapes)
+    loads = _loads(options)
     vocabulary = Vocabulary(options["vocab"]) if options["vocab"] else None
     if options["tokenizer"]:
         vocabulary = read_vocabulary(options["tokenizer"])
     return ServingRun(
-        plan=_plan(options, [shape.label for shape in shapes], [load.label for load in loads]),
-        shapes=shapes,
+        plan=_plan(options, trace, [each.label for each in workloads], [e.label for e in loads]),
+        workloads=workloads,
         loads=loads,
         vocabulary=vocabulary,
         timeout_s=options["timeout"],
@@ -131,29 +177,85 @@ def _run(options: dict[str, Any]) -> ServingRun:
     )
 
 
-def _loads(
-    concurrency: Sequence[int], rates: Sequence[float], sessions: int | None, warmup: int
-) -> tuple[Load, ...]:
+def _trace(options: dict[str, Any]) -> LoadTrace | None:
+    """Read the trace; a UsageError for options that say something else than it."""
+    from agentbench_kv.errors import UsageError
+    from agentbench_kv.serving_bench.bench import recorded_messages
+    from agentbench_kv.serving_bench.trace import read_trace
+
+    path: Path | None = options["trace"]
+    given = click.get_current_context().get_parameter_source
+    if path is None:
+        for name in ("fixed_schedule", "time_scale"):
+            if given(name) is not ParameterSource.DEFAULT:
+                raise UsageError(f"--{name.replace('_', '-')} is for a --trace; shapes have none")
+        return None
+    alike = {"shapes": "--shape", "turns": "--turns", "tool_tokens": "--tool-tokens"}
+    for name, option in alike.items():
+        if given(name) is not ParameterSource.DEFAULT:
+            raise UsageError(f"{option} is for sessions that are all alike; --trace has its own")
+    folder = options["tokenizer"] if options["urls"] else options["model"]
+    messages = recorded_messages(str(folder), options["think_time"]) if folder else None
+    trace = read_trace(path, messages).first(options["sessions"])
+    if options["think_time"] and trace.form != "messages":
+        raise UsageError("--think-time: this trace has gaps of its own; see --time-scale")
+    if options["fixed_schedule"] and not trace.timed:
+        raise UsageError(f"--fixed-schedule: {path} does not say when its sessions begin")
+    return trace
+
+
+def _loads(options: dict[str, Any]) -> tuple[Load, ...]:
     from agentbench_kv.serving_bench.jobs import Load
 
-    closed = dict.fromkeys(concurrency if concurrency or rates else (8,))
+    asked, rates = options["concurrency"], dict.fromkeys(options["rates"])
+    sessions, warmup = options["sessions"], options["warmup"]
+    fixed = options["fixed_schedule"]
+    closed = dict.fromkeys(asked if asked or rates or fixed else (8,))
     return (
         *(Load(sessions or 2 * many, concurrency=many, warmup=warmup) for many in closed),
-        *(Load(sessions or 32, rate=rate, warmup=warmup) for rate in dict.fromkeys(rates)),
+        *(Load(sessions or 32, rate=rate, warmup=warmup) for rate in rates),
+        *[Load(sessions, warmup=warmup)] * fixed,
     )
 
 
-def _plan(options: dict[str, Any], shapes: list[str], loads: list[str]) -> ServingPlan:
+def _targets(texts: Sequence[str]) -> dict[str, float]:
+    """Read `ttft:2000`; a UsageError for what is no such target."""
     from agentbench_kv.errors import UsageError
-    from agentbench_kv.serving_bench.bench import engine_arms, url_arms
+    from agentbench_kv.serving_bench.figures import TARGETS
+
+    found = {}
+    for text in texts:
+        name, _, value = text.partition(":")
+        try:
+            most = float(value)
+        except ValueError:
+            most = 0.0
+        if name not in TARGETS or not 0 < most < float("inf"):
+            raise UsageError(f"--goodput {text!r}: expected KEY:MS with {', '.join(TARGETS)}")
+        if name in found:
+            raise UsageError(f"--goodput {name} is given twice")
+        found[name] = most
+    return found
+
+
+def _plan(
+    options: dict[str, Any], trace: LoadTrace | None, shapes: list[str], loads: list[str]
+) -> ServingPlan:
+    from agentbench_kv.errors import UsageError
+    from agentbench_kv.serving_bench.bench import engine_arms, trace_figures, url_arms
     from agentbench_kv.serving_bench.measurements import ServingPlan
     from agentbench_kv.serving_bench.summary import BASES
 
     same = ("turns", "tool_tokens", "sessions", "warmup", "repeats", "seed", "together")
     shared: dict[str, Any] = {name: options[name] for name in same}
     shared |= {"shapes": shapes, "loads": loads, "think_time_s": options["think_time"]}
+    shared |= {"goodput": _targets(options["targets"]), "time_scale": options["time_scale"]}
+    shared |= {"pool_mb": options["pool_mb"]}
+    shared |= {"trace": None if trace is None else trace_figures(trace)}
     model, wire = options["model"], options["wire"]
     if options["urls"]:
+        if options["pool_mb"]:
+            raise UsageError("--pool-mb is for engines started here")
         about = {"engine": "url", "model": model, "weights": "unknown", "wire": wire}
         return ServingPlan(**about, arms=url_arms(options["urls"]), **shared)
     if wire != "gateway":
@@ -163,7 +265,9 @@ def _plan(options: dict[str, Any], shapes: list[str], loads: list[str]) -> Servi
     where = {name: options[name] for name in ("dtype", "device")}
     dummy = options["load_format"] == "dummy"
     settings = opt.parse_settings(options["pairs"])
-    arms = engine_arms(options["engine"], model, wanted, settings, dummy=dummy, **where)
+    asked = [name.replace("auto", "") for name in dict.fromkeys(options["kv_dtypes"])]
+    same_for_all = {"dummy": dummy, "kv_dtypes": asked, **where}
+    arms = engine_arms(options["engine"], model, wanted, settings, **same_for_all)
     return ServingPlan(
         engine=options["engine"],
         model=model,
@@ -177,12 +281,15 @@ def _plan(options: dict[str, Any], shapes: list[str], loads: list[str]) -> Servi
 
 
 def _tell(plan: ServingPlan, measured: LoadMeasurement, before: bool) -> None:
+    from agentbench_kv.serving_bench.summary import GOODPUT
+
     figures = measured.figures
     head = f"{measured.repetition + 1}/{plan.repeats} {measured.arm}, {measured.shape}"
     ttft = figures.get("median_ttft_ms")
     click.echo(
         f"{head}, {measured.load}: {figures['output_throughput']:,.1f} output tok/s, "
         + (f"TTFT {ttft:,.0f} ms, " if ttft is not None else "")
+        + (f"{figures[GOODPUT]:.3g} good requests/s, " if GOODPUT in figures else "")
         + f"{figures['failed']:.0f} failed"
         + (" (measured before)" if before else ""),
         err=True,

@@ -22,6 +22,12 @@ if TYPE_CHECKING:
     required=True,
 )
 @opt.many("--budget budgets TOKENS", "As kvbench run takes it; repeatable.")
+@opt.many(
+    "--kv-dtype kv_dtypes",
+    "Precision that the methods' rows are simulated at: int8, int4, fp8, kivi4, kivi2, or auto; "
+    "repeatable.",
+    envvar=None,
+)
 @opt.option("--task", "Play this task's golden sessions.", default="", show_default=False)
 @opt.shown(
     "--from source RUN",
@@ -45,6 +51,7 @@ if TYPE_CHECKING:
 def fidelity(
     methods: tuple[str, ...],
     budgets: tuple[str, ...],
+    kv_dtypes: tuple[str, ...],
     pairs: tuple[str, ...],
     out: Path,
     quiet: bool,
@@ -74,7 +81,8 @@ def fidelity(
     settings = opt.parse_settings(pairs)
     of_task = set(load_task(asked["task"]).parameters()) if asked["task"] else set()
     own = {key: value for key, value in settings.items() if key not in of_task}
-    arms = fidelity_arms(methods, [Budget.parse(text) for text in budgets], own)
+    precisions = [name.replace("auto", "") for name in dict.fromkeys(kv_dtypes)] or [""]
+    arms = fidelity_arms(methods, [Budget.parse(text) for text in budgets], own, precisions)
     with interruptible():
         chosen = {key: value for key, value in settings.items() if key in of_task}
         recordings, label, model = _recorded(asked, chosen)

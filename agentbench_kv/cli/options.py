@@ -87,6 +87,13 @@ model_option = option(
     default="micro",
 )
 dtype_option = option("--dtype", default="float32")
+kv_dtype_option = option(
+    "--kv-dtype",
+    "Precision of cached rows: int8, int4, fp8, kivi4, kivi2 (embedded, simulated), fp8, int8, "
+    "int4 (vllm), fp8_e4m3, fp8_e5m2 (vllm, sglang).  [default: that of --dtype]",
+    default="",
+    show_default=False,
+)
 device_option = option("--device", default="auto")
 
 
@@ -165,6 +172,7 @@ SPEC_OPTIONS = {
     "max_tokens": option("--max-tokens", default=1024, show_default=False),
     "timeout": option("--timeout", "Seconds per trial.", default=3600.0, show_default=False),
     "dtype": dtype_option,
+    "kv_dtype": kv_dtype_option,
     "device": device_option,
     "context_limit": context_limit_option,
     "max_live_tokens": max_live_option,
@@ -201,7 +209,8 @@ def base_spec(
     plain = {**shared, "engine_args": parse_settings(shared["engine_args"], "--engine-arg")}
     plain |= {"timeout_s": plain.pop("timeout"), "task": task, "seed": seed}
     plain |= {name: plain[name] or 0 for name in ("context_limit", "max_live_tokens")}
-    plain["tool_syntax"] = plain["tool_syntax"].replace("auto", "")
+    for name in ("tool_syntax", "kv_dtype"):
+        plain[name] = plain[name].replace("auto", "")
     if plain["concurrency"] is None:
         plain["concurrency"] = load_engine(plain["engine"]).at_once
     return RunSpec(method=method, budget=parse_budget(budget), **plain)

@@ -17,6 +17,7 @@ from agentbench_kv.cli import options as opt
 @opt.set_option("Parameter of the method; repeatable.")
 @opt.device_option
 @opt.dtype_option
+@opt.kv_dtype_option
 @opt.context_limit_option
 @opt.max_live_option
 @opt.engine_arg_option
@@ -102,6 +103,7 @@ def serve(
     budget, pairs = opt.parse_budget(asked["budget"]), opt.parse_settings(asked["pairs"])
     same = ("device", "dtype", "concurrency", "engine_args", "allow_untested")
     options = {name: asked[name] for name in same}
+    options["kv_dtype"] = asked["kv_dtype"].replace("auto", "")
     context, live = asked["context_limit"] or 0, asked["max_live_tokens"]
     check_limits(engine, context, live or 0)
     options |= {"context_limit": context, "max_live_tokens": live}

@@ -167,6 +167,7 @@ class Engine(ABC):
     takes_arguments: ClassVar[bool] = False  # does it pass `EngineOptions.engine_args` on?
     at_once: ClassVar[int] = 16  # sessions that a run drives at once if nobody says how many
     info: EngineInfo
+    kv_dtypes: ClassVar[tuple[str, ...]] = ()  # precisions of cached rows other than the dtype
     wants_notes: bool = False  # whether `note` is to be called before `extend`
 
     @classmethod
@@ -191,6 +192,15 @@ class Engine(ABC):
         UsageError or PrerequisiteError.
         """
         cls.check_method(options.model, options.method)
+
+    @classmethod
+    def check_kv_dtype(cls, options: EngineOptions) -> None:
+        """Refuse a precision of cached rows that the engine has not, or not for the method."""
+        if options.kv_dtype and options.kv_dtype not in cls.kv_dtypes:
+            raise UsageError(
+                f"--kv-dtype {options.kv_dtype}: the engine's cache has no such rows; it knows: "
+                f"{', '.join(cls.kv_dtypes) or 'none but the dtype'}"
+            )
 
     @abstractmethod
     def open(self, session: str, labeller: PhaseLabeller) -> None:
@@ -418,3 +428,4 @@ class EngineOptions:
     engine_args: Mapping[str, str] = field(default_factory=dict)
     # Go on with a version of a serving engine that the adapter was not written for.
     allow_untested: bool = False
+    kv_dtype: str = ""  # of cached rows, a name in `Engine.kv_dtypes`; empty for the dtype

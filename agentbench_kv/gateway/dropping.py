@@ -92,12 +92,15 @@ class SessionDrops:
         """Return an engine's account of the session with what only its history shows."""
         logical, method = stats.logical + self.written_off, self.method
         budget = method.budget_at(logical) if method.takes_budget else stats.budget
+        peak = max(stats.peak_live, self.peak_beside)
         return replace(
             stats,
             logical=logical,
             budget=budget,
             longest_prefill=self.longest,
-            peak_live=max(stats.peak_live, self.peak_beside),
+            peak_live=peak,
+            # What is held beside the session is as large as its own rows.
+            peak_bytes=stats.peak_bytes * peak // max(stats.peak_live, 1),
             peak_alone=stats.peak_live,
             figures=dict(self.figures),
         )

@@ -353,7 +353,7 @@ def _bytes_per_token(evidence: RunEvidence) -> int | None:
     try:
         facts = read_model(folder)
         heads = facts.q_heads if spec.built_method.per_query_head else facts.kv_heads
-        return facts.bytes_per_token(spec.dtype) * heads // facts.kv_heads
+        return facts.bytes_per_token(spec.kv_dtype or spec.dtype) * heads // facts.kv_heads
     except (KVBenchError, KeyError):
         return None
 

@@ -331,8 +331,10 @@ class Replay:
             return SessionLedger(Full(), 0)
         method, facts = self._evidence.spec.built_method, self._facts
         heads = facts.q_heads if method.per_query_head else facts.kv_heads
-        per_token = facts.bytes_per_token(self._evidence.spec.dtype)
-        windows = facts.window_bytes(self._evidence.spec.dtype)
+        spec = self._evidence.spec
+        precision = spec.kv_dtype or spec.dtype
+        per_token = facts.bytes_per_token(precision)
+        windows = facts.window_bytes(precision)
         return SessionLedger(method, per_token * heads // facts.kv_heads, windows)
 
 

@@ -32,8 +32,11 @@ CONDITIONS = (
     "context_limit",
     "tool_syntax",
 )
-# What runs of one group may differ in; the budget tells groups of one label apart.
-_FREE = frozenset({"seed", "limit", "trials", "concurrency", "max_live_tokens", "budget"})
+# What runs of one group may differ in; the budget tells groups of one label apart, and the label
+# says the precision of cached rows.
+_FREE = frozenset(
+    {"seed", "limit", "trials", "concurrency", "max_live_tokens", "budget", "kv_dtype"}
+)
 
 
 @dataclass(frozen=True)
@@ -119,8 +122,14 @@ class Run:
 
     @property
     def method(self) -> str:
-        """`name` or `name@preset`."""
-        return self.summary.method or "?"
+        """`name` or `name@preset`, and the precision of cached rows where it is another.
+
+        So that nothing quantised is taken for the `full` that others are measured by.
+        """
+        name, precision = self.summary.method or "?", self.spec.get("kv_dtype")
+        if not precision:
+            return name
+        return f"{name} kv={precision}" + " simulated" * (self.summary.engine == "embedded")
 
     @cached_property
     def tokens(self) -> int | None:

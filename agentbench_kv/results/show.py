@@ -165,7 +165,8 @@ def facts_table(summary: Summary) -> Table:
     if kv is not None:
         moved = kv.rows_moved, kv.restored, kv.recomputed
         facts += [
-            ("peak live, worst", kv.max_peak_live),
+            *[("peak live, worst", f"{kv.max_peak_bytes / 1e6:.3f} MB")] * bool(kv.max_peak_bytes),
+            ("peak live tokens, worst", kv.max_peak_live),
             ("peak live / logical", f"{100 * kv.live_over_logical:.1f}%"),
             ("rows moved / restored / recomputed", " / ".join(map(str, moved))),
             ("KV read", f"{kv.bytes_read / 1e9:.3f} GB"),

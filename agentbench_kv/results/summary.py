@@ -287,6 +287,8 @@ class KVSummary(BaseModel, frozen=True, extra="forbid"):
     auxiliary_calls: int = 0  # requests that the method made of the model by itself
     auxiliary_tokens: int = 0
     auxiliary_s: float = 0.0
+    median_peak_bytes: float = 0.0  # over all layers and heads; 0 where records have none
+    max_peak_bytes: int = 0
     max_peak_alone: int = 0  # without those requests; 0 under methods that make none
 
 
@@ -436,6 +438,8 @@ def _kv(trials: Sequence[TrialRecord]) -> KVSummary | None:
         max_peak_live=max(kv.peak_live for kv in accounts),
         median_logical=statistics.median(kv.logical for kv in accounts),
         max_peak_alone=max(kv.peak_alone for kv in accounts),
+        median_peak_bytes=statistics.median(kv.peak_bytes for kv in accounts),
+        max_peak_bytes=max(kv.peak_bytes for kv in accounts),
         live_over_logical=statistics.fmean(kv.peak_live / kv.logical for kv in accounts),
         mean_decode_kv=statistics.fmean(kv.mean_decode_kv for kv in accounts),
         median_protected=statistics.median(kv.protected for kv in accounts),

@@ -18,7 +18,8 @@ from msgspec import structs
 
 from agentbench_kv.analysis.fidelity import FidelityCounts, TokenLog, compare, distance_group
 from agentbench_kv.budget import Budget
-from agentbench_kv.engines.base import KVStats
+from agentbench_kv.engines.base import EngineOptions, KVStats
+from agentbench_kv.engines.embedded.engine import EmbeddedEngine
 from agentbench_kv.engines.embedded.forced import ForcedPlay, Stretch
 from agentbench_kv.engines.embedded.model import LoadedModel, load_model
 from agentbench_kv.errors import ContextLimitError, UsageError, unknown_name
@@ -47,6 +48,7 @@ class FidelityArm:
     method: str
     budget: Budget | None
     settings: Mapping[str, str]
+    kv_dtype: str = ""
 
     def spec(
         self, model: str, source: str, dtype: str, device: str, like: RunSpec | None = None
@@ -64,8 +66,9 @@ class FidelityArm:
         spec = RunSpec(
             "embedded", model, built.label, self.budget if built.compresses else None,
             PREFIX + source, params=built.settings(), dtype=dtype, device=device,
-            max_tokens=1, concurrency=1,
+            max_tokens=1, concurrency=1, kv_dtype=self.kv_dtype,
         )  # fmt: skip
+        EmbeddedEngine.check_kv_dtype(EngineOptions(model, built, kv_dtype=self.kv_dtype))
         task = source.removesuffix(GOLD)
         if like is not None:
             task = like.task
@@ -76,9 +79,12 @@ class FidelityArm:
 
 
 def fidelity_arms(
-    methods: Sequence[str], budgets: Sequence[Budget], settings: Mapping[str, str]
+    methods: Sequence[str],
+    budgets: Sequence[Budget],
+    settings: Mapping[str, str],
+    kv_dtypes: Sequence[str] = ("",),
 ) -> list[FidelityArm]:
-    """Return every method at every budget, each with those settings that it has.
+    """Return every method at every budget and precision, each with those settings that it has.
 
     A method may bring settings of its own, as in `agentkv,pool=max,chunk=4`. UsageError for a
     setting that none of them has, and for a method without its budget.
@@ -94,7 +100,7 @@ def fidelity_arms(
         if cls.compresses and not budgets:
             raise UsageError(f"{name} needs a budget: add --budget TOKENS")
         sizes: Sequence[Budget | None] = budgets if cls.compresses else [None]
-        arms += [FidelityArm(name, size, own) for size in sizes]
+        arms += [FidelityArm(name, size, own, kv) for size in sizes for kv in kv_dtypes]
     return arms
 
 
@@ -170,7 +176,8 @@ def _play(
     started = time.perf_counter()
     methods = [method for _, method in arms]
     system = _system_tokens(model, recording, methods)
-    play = ForcedPlay(model, methods, system, by_token=by_token)
+    precisions = [str(run.info.spec.get("kv_dtype") or "") for run, _ in arms]
+    play = ForcedPlay(model, methods, system, by_token=by_token, kv_dtypes=precisions)
     spent = 0.0
     error = None
     try:
@@ -291,6 +298,9 @@ def _provenance(model: LoadedModel, spec: RunSpec, more: Mapping[str, Any]) -> d
         "device": model.shape.device.type,
         "dtype": str(model.shape.dtype).removeprefix("torch."),
         "context_limit": model.context_limit,
+        **(
+            {"engine_details": {"kv_dtype": f"{spec.kv_dtype}, simulated"}} if spec.kv_dtype else {}
+        ),
         "changed_settings": spec.built_method.changed_settings(),
         "determinism": GIVEN_TOKENS,
         **calibration_used(spec.built_method),

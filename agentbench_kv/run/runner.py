@@ -56,6 +56,7 @@ def start_engine(name: str, options: EngineOptions, observer: Any = None) -> Eng
     check_pair(name, cls, method)
     check_trained(options.model, method)
     cls.check_method(options.model, method)
+    cls.check_kv_dtype(options)
     if observer is not None and Capability.CAPTURE not in cls.capabilities:
         raise UsageError(f"engine {name!r} cannot be looked into; use --engine embedded")
     extra = {} if observer is None else {"recorder": observer}
@@ -129,6 +130,7 @@ def check_all(specs: Sequence[RunSpec]) -> None:
         check_memory(spec)
         cls.check_model(spec.model)
         cls.check_options(engine_options(spec))
+        cls.check_kv_dtype(engine_options(spec))
 
 
 def run_all(specs: Sequence[RunSpec], out: Path, progress: Progress) -> list[Summary]:
@@ -218,6 +220,7 @@ def engine_options(spec: RunSpec) -> EngineOptions:
         spec.built_method,
         device=spec.device,
         dtype=spec.dtype,
+        kv_dtype=spec.kv_dtype,
         concurrency=spec.concurrency,
         max_live_tokens=spec.max_live_tokens or None,
         context_limit=spec.context_limit,

@@ -10,7 +10,16 @@ from agentbench_kv.results.store import RunReader
 
 # What a session's accounts must agree in.
 _FIGURES = ("events", "evicted", "peak_live", "prefill_tokens", "decode_tokens")
-_OF_SPEC = ("model", "method", "budget", "params", "dtype", "calibration", "context_limit")
+_OF_SPEC = (
+    "model",
+    "method",
+    "budget",
+    "params",
+    "dtype",
+    "calibration",
+    "context_limit",
+    "kv_dtype",
+)
 
 
 def self_check(source: Path, arms: Sequence[RunReader]) -> list[str]:

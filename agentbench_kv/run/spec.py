@@ -20,7 +20,7 @@ from agentbench_kv.results.store import prefix_parts, run_id
 _LONGEST_S = 366 * 86400  # beyond some such number, waiting for a lock overflows
 _RARE = (
     *("task_params", "engine_args", "context_limit", "max_live_tokens", "tool_syntax"),
-    *("allow_untested", "calibration"),
+    *("allow_untested", "calibration", "kv_dtype"),
 )
 _MOST = {"trials": 10_000, "concurrency": 10_000, "max_tokens": 10**9}
 
@@ -53,6 +53,7 @@ class RunSpec:
     max_live_tokens: int = 0  # in the cache at once, over all sessions; 0: what memory holds
     tool_syntax: str = ""  # how the model writes calls, where it is not what its template shows
     allow_untested: bool = False  # another version of a serving engine than the tested one
+    kv_dtype: str = ""  # precision of cached rows, where it is not the dtype
     calibration: str = ""  # hash of the statistics the method scores with; see `run.calibration`
 
     def __post_init__(self) -> None:
@@ -108,6 +109,12 @@ def resolve(spec: RunSpec, settings: Mapping[str, str]) -> RunSpec:
                 f"--tool-syntax {spec.tool_syntax}: engine {spec.engine!r} reads calls itself"
             )
     check_limits(spec.engine, spec.context_limit, spec.max_live_tokens)
+    known = load_engine(spec.engine).kv_dtypes
+    if spec.kv_dtype and spec.kv_dtype not in known:
+        raise UsageError(
+            f"--kv-dtype {spec.kv_dtype}: engine {spec.engine!r} has no such rows; it knows: "
+            f"{', '.join(known) or 'none but the dtype'}"
+        )
     own = {key: value for key, value in settings.items() if key in task.parameters()}
     rest = {key: value for key, value in settings.items() if key not in own}
     method = make_method(spec.method, spec.budget, rest)

@@ -19,7 +19,9 @@ import msgspec
 
 from agentbench_kv.budget import Budget
 from agentbench_kv.engines.base import Capability, EngineOptions
+from agentbench_kv.engines.embedded.model import model_path
 from agentbench_kv.engines.serving.engine import ServingEngine
+from agentbench_kv.engines.serving.wire import read_model
 from agentbench_kv.errors import PrerequisiteError, UsageError
 from agentbench_kv.gateway import open_gateway
 from agentbench_kv.gateway.http import BackgroundServer, ServerSettings
@@ -27,6 +29,7 @@ from agentbench_kv.registry import load_engine, make_method
 from agentbench_kv.results.store import run_id
 from agentbench_kv.run.calibration import calibrated, calibration_used
 from agentbench_kv.run.provenance import environment
+from agentbench_kv.run.recordings import record_file
 from agentbench_kv.run.runner import check_pair, start_engine
 from agentbench_kv.serving_bench import jobs
 from agentbench_kv.serving_bench.endpoints import authorization
@@ -36,12 +39,15 @@ from agentbench_kv.serving_bench.measurements import (
     ServingArm,
     ServingFolder,
     ServingPlan,
+    TraceFigures,
 )
 from agentbench_kv.serving_bench.prompts import read_vocabulary
 from agentbench_kv.serving_bench.summary import ServingSummary, summarize_serving
+from agentbench_kv.serving_bench.trace import LoadTrace, ReadMessages
 
 _QUEUE = 4096
 _ANSWER_S = 20.0
+_MOST_RUNNING = 1024  # sessions in which something is read or generated; more may be open
 _DETAILS = (
     "session", "turn", "start", "new_tokens", "prompt_tokens", "output_tokens", "ttft_s",
     "latency_s", "error",
@@ -56,7 +62,9 @@ class ServingRun:
     """A plan with what to run it needs and no figure depends on."""
 
     plan: ServingPlan
-    shapes: tuple[jobs.SessionShape, ...]  # the plan's, read; as are the loads
+    workloads: tuple[
+        jobs.Workload | LoadTrace, ...
+    ]  # the plan's shapes, or its trace; as the loads
     loads: tuple[jobs.Load, ...]
     vocabulary: jobs.Vocabulary | None = None  # for servers by URL
     timeout_s: float = 1800.0
@@ -70,7 +78,7 @@ class ServingRun:
 
 def folder_of(plan: ServingPlan, out: Path) -> Path:
     """Return the plan's own folder below `out`: the same plan finds it again."""
-    return out / run_id(["serving", plan.engine, plan.model_name], plan.model_dump())
+    return out / run_id(["serving", plan.engine, plan.model_name], plan.document())
 
 
 def measure_serving(run: ServingRun, path: Path, told: Told) -> ServingSummary:
@@ -87,10 +95,10 @@ def measure_serving(run: ServingRun, path: Path, told: Told) -> ServingSummary:
         for repetition in range(plan.repeats):
             for place, arm in enumerate(rotated(plan.arms, repetition)):
                 missing = []
-                for shape, load in product(run.shapes, run.loads):
-                    before = known.get((arm.name, shape.label, load.label, repetition))
+                for workload, load in product(run.workloads, run.loads):
+                    before = known.get((arm.name, workload.label, load.label, repetition))
                     if before is None:
-                        missing.append((shape, load))
+                        missing.append((workload, load))
                     else:
                         told(before, True)
                 if not missing:
@@ -102,8 +110,8 @@ def measure_serving(run: ServingRun, path: Path, told: Told) -> ServingSummary:
                         server = stack.enter_context(serve_arm(plan, arm, run.at_once))
                     if plan.together:
                         kept[arm.name] = server
-                    for shape, load in missing:
-                        measured = _measure(run, arm, server, shape, load, (repetition, place))
+                    for workload, load in missing:
+                        measured = _measure(run, arm, server, workload, load, (repetition, place))
                         folder.add(measured)
                         told(measured, False)
     summary = summarize_serving(plan, folder.measurements())
@@ -121,39 +129,49 @@ def _measure(
     run: ServingRun,
     arm: ServingArm,
     server: RunningServer,
-    shape: jobs.SessionShape,
+    workload: jobs.Workload | LoadTrace,
     load: jobs.Load,
     order: tuple[int, int],
 ) -> LoadMeasurement:
-    """Measure an arm at one shape and load; `order` is the repetition, and its place there."""
+    """Measure an arm at one workload and load; `order` is the repetition, and its place there."""
     plan, target, (repetition, place) = run.plan, server.target, order
-    workload = jobs.Workload(shape, plan.turns, plan.tool_tokens, plan.think_time_s)
-    if server.context is not None and workload.length > server.context:
+    sessions = _planned(workload, load.sessions)
+    longest = max(sessions, key=lambda session: session.length)
+    if server.context is not None and longest.length > server.context:
         raise UsageError(
-            f"a session of {shape.label} in {plan.turns} turns has {workload.length} tokens; "
-            f"{target.model} has room for {server.context}"
+            f"a session of {workload.label} in {len(longest.calls)} turns has {longest.length} "
+            f"tokens; {target.model} has room for {server.context}"
         )
     vocabulary = server.vocabulary or run.vocabulary
     if vocabulary is None:
         raise UsageError("--url needs --tokenizer FOLDER or --vocab SIZE, to draw token ids from")
-    seed = _seed(plan.seed, repetition, shape.label, load.label)
-    result = measure_apart(jobs.LoadJob(target, workload, load, vocabulary, seed, run.timeout_s))
+    seed = _seed(plan.seed, repetition, workload.label, load.label)
+    job = jobs.LoadJob(
+        target, sessions, load, vocabulary, seed, run.timeout_s, plan.time_scale, plan.goodput
+    )
+    result = measure_apart(job)
     details = [{name: getattr(turn, name) for name in _DETAILS} for turn in result.requests]
     return LoadMeasurement(
         arm=arm.name,
-        shape=shape.label,
+        shape=workload.label,
         load=load.label,
         repetition=repetition,
         place=place,
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         backend=f"{plan.engine}/{plan.wire}",
         model_id=target.model,
-        num_prompts=load.sessions * plan.turns,
+        num_prompts=sum(len(session.calls) for session in sessions),
         max_concurrency=load.concurrency,
         request_rate=load.rate or "inf",
         server=server.about,
         **msgspec.structs.asdict(result) | {"requests": details if run.detailed else None},
     )
+
+
+def _planned(workload: jobs.Workload | LoadTrace, count: int) -> list[jobs.TraceSession]:
+    if isinstance(workload, jobs.Workload):
+        return workload.sessions(count)
+    return list(workload.first(count).sessions)
 
 
 def _seed(*parts: object) -> int:
@@ -172,10 +190,12 @@ def engine_arms(
     dtype: str,
     device: str,
     dummy: bool = False,
+    kv_dtypes: Sequence[str] = ("",),
 ) -> list[ServingArm]:
     """Check methods and budgets against an engine, before anything starts.
 
-    Settings go to the methods with a budget; `dummy` asks for random weights. A UsageError or
+    Settings go to the methods with a budget; `dummy` asks for random weights. Every arm comes at
+    each precision of cached rows, but for the base that only differs in flags. A UsageError or
     PrerequisiteError for a pair that cannot run, or an engine that takes no token ids.
     """
     cls = load_engine(engine)
@@ -186,18 +206,65 @@ def engine_arms(
     cls.check_model(model)
     cls.check_compute(dtype, device)
     made: dict[str, ServingArm] = {}
-    for name, budget in arms:
+    for kv_dtype, (name, budget) in product(kv_dtypes, arms):
+        if kv_dtype and name == "full-constrained":
+            continue
         plain = make_method(name, budget)
         method = make_method(name, budget, settings if plain.compresses else {})
         check_pair(engine, cls, method)
+        if kv_dtype:
+            options = EngineOptions(model, method, device, dtype, kv_dtype=kv_dtype)
+            cls.check_kv_dtype(options)
+            cls.check_options(options)
         if method.messages:
             raise UsageError(f"method {method.label!r} drops messages, and this sends token ids")
         known = budget.spelled if budget is not None and method.compresses else None
         label = method.label if known is None else f"{method.label} {known}"
+        if kv_dtype:
+            label += f" kv={kv_dtype}" + " simulated" * (engine == "embedded")
         made[label] = ServingArm(
-            name=label, method=method.label, budget=known, settings=method.settings()
+            name=label,
+            method=method.label,
+            budget=known,
+            settings=method.settings(),
+            kv_dtype=kv_dtype,
         )
     return list(made.values())
+
+
+def trace_figures(trace: LoadTrace) -> TraceFigures:
+    """Return what a plan records of its trace."""
+    return TraceFigures(
+        form=trace.form,
+        sha256=trace.sha256,
+        sessions=len(trace.sessions),
+        calls=trace.calls,
+        prompt_tokens=trace.prompt_tokens,
+        output_tokens=trace.output_tokens,
+        prefix_hits=trace.prefix_hits,
+        notes=list(trace.notes),
+    )
+
+
+def recorded_messages(model: str, gap_s: float = 0.0) -> ReadMessages:
+    """Return what reads recorded chat messages in a model's tokens, with a gap between calls."""
+
+    def read(path: Path) -> list[jobs.TraceSession]:
+        sessions = []
+        for recording in record_file(path, model):
+            calls = [
+                jobs.TraceCall(
+                    len(turn.prompt),
+                    len(turn.answer),
+                    gap_s if number else 0.0,
+                    ids=[token for token, _ in turn.prompt],
+                )
+                for number, turn in enumerate(recording.turns)
+            ]
+            sessions.append(jobs.TraceSession(recording.sample, calls))
+        return sessions
+
+    return read
 
 
 def url_arms(urls: Sequence[str]) -> list[ServingArm]:
@@ -228,6 +295,24 @@ class RunningServer:
     about: dict[str, Any] = field(default_factory=dict)  # what the engine says of itself
 
 
+def pool_tokens(plan: ServingPlan, arm: ServingArm, *, per_query_head: bool) -> int | None:
+    """Return how many cached tokens an arm's pool has room for; None: the engine decides.
+
+    A UsageError where rows do not all take the same, or the pool has no room for one.
+    """
+    if plan.pool_mb is None:
+        return None
+    if arm.kv_dtype.startswith("kivi"):
+        raise UsageError(f"--pool-mb: rows of {arm.name} take less as they age; leave it out")
+    facts = read_model(model_path(plan.model))
+    heads = facts.q_heads if per_query_head else facts.kv_heads
+    size = facts.pool_bytes(arm.kv_dtype or plan.dtype or "float32") * heads // facts.kv_heads
+    tokens = int(plan.pool_mb * 1e6) // size
+    if not tokens:
+        raise UsageError(f"--pool-mb {plan.pool_mb:g} has no room for a token, which takes {size}")
+    return tokens
+
+
 @contextmanager
 def serve_arm(plan: ServingPlan, arm: ServingArm, at_once: int) -> Iterator[RunningServer]:
     """Start an arm's engine for `at_once` sessions, or reach its server; else a KVBenchError."""
@@ -237,13 +322,17 @@ def serve_arm(plan: ServingPlan, arm: ServingArm, at_once: int) -> Iterator[Runn
     device = plan.device or "auto"
     plain = make_method(arm.method or "full", arm.budget, arm.settings)
     method = calibrated(plain, plan.model, device)
+    running = min(at_once, _MOST_RUNNING)
+    room = pool_tokens(plan, arm, per_query_head=method.per_query_head)
     with ExitStack() as stack:
         options = EngineOptions(
             plan.model,
             method,
+            max_live_tokens=room,
             device=device,
             dtype=plan.dtype or "float32",
-            concurrency=at_once,
+            kv_dtype=arm.kv_dtype,
+            concurrency=running,
             load_format="dummy" if plan.weights == "dummy" else "auto",
             engine_args=plan.engine_args,
             allow_untested=plan.allow_untested,
@@ -256,10 +345,15 @@ def serve_arm(plan: ServingPlan, arm: ServingArm, at_once: int) -> Iterator[Runn
         sessions = 2 * at_once + 1
         gateway = open_gateway(engine, method, max_sessions=sessions)
         settings = ServerSettings(queue=_QUEUE)
-        server = BackgroundServer(gateway, concurrency=at_once, settings=settings)
+        server = BackgroundServer(gateway, concurrency=running, settings=settings)
         stack.enter_context(server)
-        about = {"model_sha": info.model_sha, "device": info.device, "dtype": info.dtype}
+        about: dict[str, Any] = {
+            "model_sha": info.model_sha,
+            "device": info.device,
+            "dtype": info.dtype,
+        }
         about |= calibration_used(method)
+        about |= {"max_live_tokens": room} if room is not None else {}
         target = jobs.Target(server.url.removesuffix("/v1"), "gateway", info.model)
         yield RunningServer(target, vocabulary, info.context_limit, {**about, **info.details})
 

@@ -62,6 +62,14 @@ class TimedTurn(msgspec.Struct):
     kv: dict[str, Any] | None = None  # `usage.kvbench`, where the server sends it
     ids: list[int] = []  # generated, where they were asked for
     arrivals: int = 0
+    part: int = 0  # counts the fresh calls of its session so far
+    cached_tokens: int | None = None  # of the prompt, where the server says so
+
+    @property
+    def tpot_s(self) -> float:
+        """Seconds a token after the first; 0 of an answer without another."""
+        later = self.output_tokens - 1
+        return (self.latency_s - self.ttft_s) / later if later > 0 else 0.0
 
     @property
     def end(self) -> float:
@@ -153,6 +161,8 @@ class VllmEndpoint(ServerEndpoint):
         if usage := event.get("usage"):
             turn.output_tokens = usage.get("completion_tokens") or turn.output_tokens
             turn.kv = usage.get("kvbench") or turn.kv
+            details = usage.get("prompt_tokens_details") or {}
+            turn.cached_tokens = details.get("cached_tokens", turn.cached_tokens)
 
     def count(self, text: str | None, ids: Sequence[int]) -> int:
         """Return how many tokens arrived: one where the server does not say how many."""
@@ -206,6 +216,7 @@ class SglangEndpoint(ServerEndpoint):
         if reason:
             turn.finish(at)
             turn.kv = meta.get("kvbench") or turn.kv
+            turn.cached_tokens = meta.get("cached_tokens", turn.cached_tokens)
         if reason.get("type") == "abort":
             turn.error = turn.error or str(reason.get("message") or "aborted")
 

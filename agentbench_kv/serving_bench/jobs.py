@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import Self
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from typing import Annotated, Self
 
 import msgspec
+from msgspec import Meta
 
 from agentbench_kv.errors import UsageError
 
@@ -39,8 +42,96 @@ class SessionShape(msgspec.Struct, frozen=True):
         )
 
 
+_Count = Annotated[int, Meta(ge=1, le=10_000_000)]
+_Seconds = Annotated[float, Meta(ge=0, le=1e9)]
+# A named piece of text with its tokens: pieces of one name are the same tokens everywhere.
+Piece = tuple[str, _Count]
+
+
+class TraceCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One request of a session. Times are in seconds."""
+
+    new_tokens: _Count  # of the prompt, beyond what the session holds
+    output_tokens: _Count
+    gap_s: _Seconds = 0.0  # tool time: from the end of the answer before until this is sent
+    at_s: _Seconds | None = None  # when it was sent, on the trace's clock, where that is known
+    # The history comes in other words (summarised, cleared, another server): nothing of it but the
+    # session's shared pieces can be in a prefix cache.
+    fresh: bool = False
+    ids: list[int] = []  # the new tokens themselves, where they are known
+
+    def __post_init__(self) -> None:
+        if self.ids and len(self.ids) != self.new_tokens:
+            raise ValueError(f"{len(self.ids)} ids for {self.new_tokens} new tokens")
+        if self.ids and self.fresh:
+            raise ValueError("a fresh call has no ids of its own")
+
+
+class TraceSession(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One session: its calls, one after the other. A line of a trace file."""
+
+    id: str
+    calls: Annotated[list[TraceCall], Meta(min_length=1)]
+    start_s: _Seconds | None = None  # when it begins, on the trace's clock, where that is known
+    shared: list[Piece] = []  # what its first prompt begins with
+
+    def __post_init__(self) -> None:
+        if self.calls[0].fresh:
+            raise ValueError("the first call of a session is always fresh, and not called so")
+        if self.shared_tokens > self.calls[0].new_tokens:
+            raise ValueError("shared pieces are longer than the first prompt")
+        if self.shared and self.calls[0].ids:
+            raise ValueError("a first prompt has shared pieces or ids, not both")
+
+    @property
+    def shared_tokens(self) -> int:
+        return sum(tokens for _, tokens in self.shared)
+
+    @property
+    def length(self) -> int:
+        """Tokens of the whole session."""
+        return sum(call.new_tokens + call.output_tokens for call in self.calls)
+
+    @property
+    def prompts(self) -> list[int]:
+        """Tokens of every call's prompt, history included."""
+        held, found = 0, []
+        for call in self.calls:
+            found.append(held + call.new_tokens)
+            held = found[-1] + call.output_tokens
+        return found
+
+
+def prefix_hits(sessions: Sequence[TraceSession]) -> int:
+    """Return the prompt tokens that an endless prefix cache would hold: an upper bound.
+
+    A call finds its session's history, and a session's first prompt the longest beginning that it
+    has in common with a session before it.
+    """
+    known: list[list[Piece]] = []
+    hits = 0
+    for session in sessions:
+        pieces = session.shared or [(str(token), 1) for token in session.calls[0].ids]
+        at = bisect_left(known, pieces)
+        # In sorted order, nobody has more in common with it than a neighbour.
+        hits += max((_common(pieces, other) for other in known[max(at - 1, 0) : at + 1]), default=0)
+        insort(known, pieces)
+        for call, prompt in zip(session.calls[1:], session.prompts[1:], strict=True):
+            hits += session.shared_tokens if call.fresh else prompt - call.new_tokens
+    return hits
+
+
+def _common(one: Sequence[Piece], other: Sequence[Piece]) -> int:
+    tokens = 0
+    for mine, theirs in zip(one, other, strict=False):
+        if mine != theirs:
+            break
+        tokens += mine[1]
+    return tokens
+
+
 class Workload(msgspec.Struct, frozen=True):
-    """What one session does."""
+    """Sessions that are all alike."""
 
     shape: SessionShape
     turns: int = 1  # requests of a session; each generates `shape.output` tokens
@@ -48,14 +139,17 @@ class Workload(msgspec.Struct, frozen=True):
     think_time_s: float = 0.0  # between the end of an answer and the next request
 
     @property
-    def length(self) -> int:
-        """Tokens of a whole session."""
-        later = self.turns - 1
-        return self.shape.prompt + self.turns * self.shape.output + later * self.tool_tokens
+    def label(self) -> str:
+        return self.shape.label
+
+    def sessions(self, count: int) -> list[TraceSession]:
+        later = TraceCall(self.tool_tokens, self.shape.output, self.think_time_s)
+        calls = [TraceCall(self.shape.prompt, self.shape.output), *[later] * (self.turns - 1)]
+        return [TraceSession(str(number), calls) for number in range(count)]
 
 
 class Load(msgspec.Struct, frozen=True):
-    """How many sessions, and when they begin. One of `concurrency` and `rate` is given."""
+    """How many sessions, and when they begin: by `concurrency`, by `rate`, or as the trace says."""
 
     sessions: int  # that are measured
     concurrency: int | None = None  # closed loop: sessions at once; as one ends the next begins
@@ -63,8 +157,15 @@ class Load(msgspec.Struct, frozen=True):
     warmup: int = 2  # sessions played before the clock starts
 
     @property
+    def fixed_schedule(self) -> bool:
+        """Whether sessions begin, and calls are sent, when the trace says."""
+        return self.concurrency is None and self.rate is None
+
+    @property
     def label(self) -> str:
-        """E.g. `c8` or `2/s`."""
+        """E.g. `c8`, `2/s` or `schedule`."""
+        if self.fixed_schedule:
+            return "schedule"
         return f"c{self.concurrency}" if self.concurrency else f"{self.rate:g}/s"
 
     @property
@@ -109,8 +210,10 @@ class LoadJob(msgspec.Struct, frozen=True):
     """One measurement."""
 
     target: Target
-    workload: Workload
+    sessions: list[TraceSession]  # `load.sessions` of them
     load: Load
     vocabulary: Vocabulary
     seed: int = 0  # of prompts and arrivals; the same seed sends the same to every server
     timeout_s: float = 1800.0  # longest wait for one answer, whole
+    time_scale: float = 1.0  # gaps and the trace's clock are as many times as long
+    goodput: dict[str, float] = {}  # ms that a good request stays within: ttft, tpot, e2el

@@ -1,7 +1,6 @@
-"""The load generator: plays a job's sessions over HTTP, times every answer, derives the figures.
+"""The load generator: plays a job's sessions over HTTP and times every answer.
 
-`measure_apart` does so in a process of its own (`__main__`). Figures have the names that
-`vllm bench serve` and `sglang.bench_serving` use.
+`measure_apart` does so in a process of its own (`__main__`).
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -23,16 +23,17 @@ import numpy as np
 from agentbench_kv.errors import KVBenchError
 from agentbench_kv.serving_bench import endpoints
 from agentbench_kv.serving_bench.endpoints import HttpRequest, TimedTurn
-from agentbench_kv.serving_bench.jobs import LoadJob
+from agentbench_kv.serving_bench.figures import figures, kv_figures
+from agentbench_kv.serving_bench.jobs import LoadJob, TraceCall, TraceSession
 from agentbench_kv.serving_bench.prompts import Speaker
 
 _REFUSED = 400  # the least HTTP status that is one
 _WARMUP_SEED = 1 << 40
 _MOST_ERRORS = 5
-_MEDIANS = ("peak_live", "live", "logical")
-_SUMMED = ("events", "evicted", "restored", "prefill_tokens", "recomputed", "session_resets")
 
 PlaySession = Callable[[int], Awaitable[list[TimedTurn]]]
+# When a session's next call may be sent, by `time.perf_counter`; asked when the last answer ended.
+Due = Callable[[TraceCall], float]
 
 
 class JobResult(msgspec.Struct, frozen=True):
@@ -61,7 +62,7 @@ def measure(job: LoadJob) -> JobResult:
     errors = Counter(turn.error for turn in played.turns if turn.error)
     requests = [msgspec.structs.replace(turn, itls_s=[], ids=[]) for turn in played.turns]
     return JobResult(
-        figures(played),
+        figures(played.turns, played.duration_s, job.goodput, job.sessions),
         kv_figures(played.turns),
         dict(errors.most_common(_MOST_ERRORS)),
         len(played.warmup_errors),
@@ -82,26 +83,55 @@ async def play(job: LoadJob) -> PlayedJob:
     load = job.load
     async with endpoints.open_client() as client:
         player = Player(client, job)
-        warm_up = _sessions(job, player, job.seed + _WARMUP_SEED, load.warmup)
-        measured = _sessions(job, player, job.seed, load.sessions)
-        warm = await _closed(warm_up, load.warmup, load.at_once)
+        cycle = [job.sessions[at % len(job.sessions)] for at in range(load.warmup)]
+        warm_up = _sessions(job, player, job.seed + _WARMUP_SEED, cycle)
+        measured = _sessions(job, player, job.seed, job.sessions)
+        warm = await _closed(partial(warm_up, lambda _: 0.0), load.warmup, load.at_once)
         began = time.perf_counter()
-        if load.rate is None:
-            turns = await _closed(measured, load.sessions, load.at_once)
+        if load.fixed_schedule:
+            zero = min(session.start_s or 0.0 for session in job.sessions)
+            starts = [((each.start_s or 0.0) - zero) * job.time_scale for each in job.sessions]
+            clocked = partial(measured, on_clock(began - zero * job.time_scale, job.time_scale))
+            turns = await _open(clocked, starts, began)
         else:
-            turns = await _open(measured, poisson(load.rate, load.sessions, job.seed), began)
+            paced = partial(measured, after_gap(job.time_scale))
+            if load.rate is None:
+                turns = await _closed(paced, load.sessions, load.at_once)
+            else:
+                turns = await _open(paced, poisson(load.rate, load.sessions, job.seed), began)
     for turn in turns:
         turn.start -= began
     errors = [turn.error for turn in warm if turn.error]
     return PlayedJob(turns, max((turn.end for turn in turns), default=0.0), errors)
 
 
-def _sessions(job: LoadJob, player: Player, seed: int, count: int) -> PlaySession:
+def after_gap(scale: float) -> Due:
+    """Send a call when its gap has passed since the answer before."""
+    return lambda call: time.perf_counter() + call.gap_s * scale
+
+
+def on_clock(zero: float, scale: float) -> Due:
+    """Send a call when its trace did, or after its gap where the trace does not say.
+
+    `zero` is when the trace's clock would have been 0.
+    """
+    gap = after_gap(scale)
+    return lambda call: gap(call) if call.at_s is None else zero + call.at_s * scale
+
+
+def _sessions(
+    job: LoadJob, player: Player, seed: int, sessions: Sequence[TraceSession]
+) -> Callable[[Due, int], Awaitable[list[TimedTurn]]]:
     """Write all prompts now, before any clock starts; return what plays a session."""
-    speaker = Speaker(job.vocabulary, job.workload, seed)
-    prompts = [speaker.prompts(index) for index in range(count)]
+    speaker = Speaker(job.vocabulary, seed)
+    prompts = [speaker.prompts(number, session) for number, session in enumerate(sessions)]
     name = f"bench-{uuid.uuid4().hex[:12]}"  # the same server may serve several jobs
-    return lambda index: player.play(index, f"{name}-{index}", prompts[index])
+
+    def play(due: Due, index: int) -> Awaitable[list[TimedTurn]]:
+        planned = list(zip(sessions[index].calls, prompts[index], strict=True))
+        return player.play(index, f"{name}-{index}", planned, due)
+
+    return play
 
 
 async def _closed(play: PlaySession, sessions: int, at_once: int) -> list[TimedTurn]:
@@ -145,45 +175,56 @@ class Player:
         self._client = client
         self._job = job
         self._endpoint = endpoints.ENDPOINTS[job.target.wire](
-            job.target.model, keep=job.workload.turns > 1
+            job.target.model, keep=any(len(session.calls) > 1 for session in job.sessions)
         )
 
-    async def play(self, index: int, name: str, prompts: Sequence[list[int]]) -> list[TimedTurn]:
-        """Send a session's turns one after the other; a failed one is the last.
+    async def play(
+        self, index: int, name: str, planned: Sequence[tuple[TraceCall, list[int]]], due: Due
+    ) -> list[TimedTurn]:
+        """Send a session's calls with their new ids one after the other; a failed one is the last.
 
-        `name` is the session's id on the server, `prompts` are the new ids of each turn;
+        `name` is the session's id on the server, where a fresh call begins another one;
         `TimedTurn.start` is what `time.perf_counter` said.
         """
         turns: list[TimedTurn] = []
-        log: list[int] = []
+        part, log, held = 0, list[int](), 0
         try:
             await self._call(self._endpoint.opening(name))
-            for number, prompt in enumerate(prompts):
-                if number and self._job.workload.think_time_s:
-                    await asyncio.sleep(self._job.workload.think_time_s)
+            for number, (call, prompt) in enumerate(planned):
+                if number:
+                    await asyncio.sleep(max(due(call) - time.perf_counter(), 0.0))
+                if call.fresh:
+                    await self._call(self._endpoint.closing(f"{name}{_part(part)}"))
+                    part, log, held = part + 1, [], 0
+                    await self._call(self._endpoint.opening(f"{name}{_part(part)}"))
                 log += prompt
-                turns.append(await self._turn(index, number, name, log, len(prompt)))
+                new = len(prompt)
+                turn = TimedTurn(index, number, 0.0, new, held + new, part=part)
+                last = number + 1 == len(planned)
+                turns.append(await self._ask(turn, f"{name}{_part(part)}", log, call, last))
                 if turns[-1].error:
                     break
                 log += turns[-1].ids
+                held += new + call.output_tokens
         except (AnswerError, aiohttp.ClientError, TimeoutError) as error:
             why = str(error) or type(error).__name__
-            new = len(prompts[0])
-            turns.append(TimedTurn(index, 0, time.perf_counter(), new, new, error=why))
+            new = len(planned[len(turns)][1])
+            now = time.perf_counter()
+            turns.append(TimedTurn(index, len(turns), now, new, held + new, error=why))
         # A session that failed before may not exist, which is no news.
         with suppress(AnswerError, aiohttp.ClientError, TimeoutError):
-            await self._call(self._endpoint.closing(name))
+            await self._call(self._endpoint.closing(f"{name}{_part(part)}"))
         return turns
 
-    async def _turn(
-        self, index: int, number: int, name: str, log: list[int], new: int
+    async def _ask(
+        self, turn: TimedTurn, name: str, log: list[int], call: TraceCall, last: bool
     ) -> TimedTurn:
-        wanted = self._job.workload.shape.output
-        request = self._endpoint.turn(name, log, new, wanted)
+        wanted = call.output_tokens
+        request = self._endpoint.turn(name, log, turn.new_tokens, wanted)
         payload = msgspec.json.encode(request.body)
-        turn = TimedTurn(index, number, time.perf_counter(), new, len(log))
+        turn.start = time.perf_counter()
         error = await self._listen(request, payload, turn)
-        turn.error = error or turn.error or self._lack(turn, wanted)
+        turn.error = error or turn.error or self._lack(turn, wanted, last)
         return turn
 
     async def _listen(self, request: HttpRequest, payload: bytes, turn: TimedTurn) -> str | None:
@@ -202,11 +243,10 @@ class Player:
             return f"the stream holds something else than JSON: {error}"
         return None
 
-    def _lack(self, turn: TimedTurn, wanted: int) -> str | None:
+    def _lack(self, turn: TimedTurn, wanted: int, last: bool) -> str | None:
         """Say what a finished answer lacks: every arm must do the same work."""
         if turn.output_tokens != wanted:
             return f"{turn.output_tokens} of {wanted} tokens were generated"
-        last = turn.turn + 1 == self._job.workload.turns
         if self._endpoint.needs_ids and not last and len(turn.ids) != wanted:
             return f"{len(turn.ids)} ids came for {wanted} tokens"
         return None
@@ -237,97 +277,6 @@ class Player:
             yield response
 
 
-def figures(played: PlayedJob) -> dict[str, int | float]:
-    """Return every figure of a measurement; failed requests only count as failed.
-
-    `total_input_tokens` are new tokens, each counted once; `total_prompt_tokens` count a session's
-    history again in every turn, as an API would bill it. Latencies are absent if nothing completed.
-    """
-    done = [turn for turn in played.turns if turn.error is None]
-    seconds = played.duration_s
-
-    def per_second(count: float) -> float:
-        return count / seconds if seconds > 0 else 0.0
-
-    new, out = sum(t.new_tokens for t in done), sum(t.output_tokens for t in done)
-    starts, ends = [t.start for t in done], [t.end for t in done]
-    firsts = [t.start + t.ttft_s for t in done]
-    found: dict[str, int | float] = {
-        "duration": seconds,
-        "completed": len(done),
-        "failed": len(played.turns) - len(done),
-        "sessions": len({turn.session for turn in played.turns}),
-        "total_input_tokens": new,
-        "total_prompt_tokens": sum(t.prompt_tokens for t in done),
-        "total_output_tokens": out,
-        "request_throughput": per_second(len(done)),
-        "output_throughput": per_second(out),
-        "total_token_throughput": per_second(new + out),
-        "max_concurrent_requests": most_at_once(starts, ends),
-        "max_concurrent_decodes": most_at_once(firsts, ends),
-        "concurrency": per_second(sum(t.latency_s for t in done)),
-    }
-    for name, values in _latencies(done).items():
-        if values:
-            ms = np.array(values) * 1e3
-            p90, p99 = np.percentile(ms, (90, 99))
-            found[f"mean_{name}_ms"] = float(ms.mean())
-            found[f"median_{name}_ms"] = float(np.median(ms))
-            found[f"std_{name}_ms"] = float(ms.std())
-            found |= {f"p90_{name}_ms": float(p90), f"p99_{name}_ms": float(p99)}
-    return found
-
-
-def kv_figures(turns: Sequence[TimedTurn]) -> dict[str, Any] | None:
-    """Sum up the KV accounting of sessions: the last that each sent; None if none did.
-
-    Token counts are per (layer, KV head). `max_over_budget` is the most that a session's peak was
-    above budget and longest single prefill; what is left over may be at most the method's interval.
-    """
-    last = {turn.session: turn.kv for turn in turns if turn.kv}
-    if not last:
-        return None
-    accounts = list(last.values())
-    phases = Counter[str]()
-    for turn in turns:
-        phases.update((turn.kv or {}).get("phases") or {})
-    budgets = {account.get("budget") for account in accounts}
-
-    def column(name: str) -> list[Any]:
-        return [account.get(name, 0) for account in accounts]
-
-    steps, held = column("decode_tokens"), column("mean_decode_kv")
-    over = [
-        account["peak_live"] - account["budget"] - account.get("longest_prefill", 0)
-        for account in accounts
-        if account.get("budget") is not None
-    ]
-    return {
-        "sessions": len(accounts),
-        "budget": budgets.pop() if len(budgets) == 1 else None,
-        **{f"median_{name}": float(np.median(column(name))) for name in _MEDIANS},
-        "max_peak_live": max(column("peak_live")),
-        "longest_prefill": max(column("longest_prefill")),
-        "mean_decode_kv": float(np.average(held, weights=steps)) if sum(steps) else 0.0,
-        "max_over_budget": max(over, default=None),
-        "compressed_sessions": sum(account.get("events", 0) > 0 for account in accounts),
-        **{name: sum(column(name)) for name in _SUMMED},
-        "phases": dict(phases),
-    }
-
-
-def most_at_once(starts: Sequence[float], ends: Sequence[float]) -> int:
-    """Return how many intervals overlap at most; one that ends as another starts does not."""
-    steps = sorted([*((end, -1) for end in ends), *((start, 1) for start in starts)])
-    return max(np.cumsum([step for _, step in steps], dtype=int).tolist(), default=0)
-
-
-def _latencies(done: Sequence[TimedTurn]) -> dict[str, list[float]]:
-    """Return seconds to the first token, per later token, between tokens and to the last."""
-    several = [turn for turn in done if turn.output_tokens > 1]
-    return {
-        "ttft": [turn.ttft_s for turn in done],
-        "tpot": [(t.latency_s - t.ttft_s) / (t.output_tokens - 1) for t in several],
-        "itl": [gap for turn in done for gap in turn.itls_s],
-        "e2el": [turn.latency_s for turn in done],
-    }
+def _part(number: int) -> str:
+    """Return what the server's id of a session's part ends with."""
+    return f"-{number}" if number else ""

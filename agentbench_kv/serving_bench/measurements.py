@@ -17,6 +17,12 @@ from agentbench_kv.results.tables.model import slug
 PLAN = "serving.json"
 SUMMARY = "summary.json"
 
+_RARE = (
+    "trace",
+    "time_scale",
+    "goodput",
+    "pool_mb",
+)  # later than the first plans, whose folders keep names
 Parsed = TypeVar("Parsed")
 
 
@@ -27,12 +33,35 @@ class ServingArm(BaseModel, frozen=True):
     method: str | None = None  # `name` or `name@preset`; None of a server whose method is unknown
     budget: int | str | None = None
     settings: dict[str, Any] = Field(default_factory=dict)  # every parameter of the method
+    kv_dtype: str = ""  # precision of cached rows, where it is not the dtype
     url: str | None = None  # of a server that was not started here
 
     @property
     def interval(self) -> int:
         """Decoded tokens between two events: what a session may hold above its budget."""
         return int(self.settings.get("interval", DEFAULT_INTERVAL))
+
+
+class TraceFigures(BaseModel, frozen=True):
+    """What is known of a trace before it is played; of the sessions that are played."""
+
+    form: str
+    sha256: str
+    sessions: int
+    calls: int
+    prompt_tokens: int  # as an API would bill
+    output_tokens: int
+    prefix_hits: float  # share of the prompt tokens, of an endless cache
+    notes: list[str] = Field(default_factory=list)
+
+    @property
+    def sentence(self) -> str:
+        ratio = self.prompt_tokens / self.output_tokens
+        return (
+            f"trace ({self.form}): {self.sessions:,} sessions, {self.calls:,} calls, "
+            f"{self.prompt_tokens:,} prompt tokens, {ratio:,.1f} for each generated; an endless "
+            f"prefix cache would hold {self.prefix_hits:.1%}"
+        )
 
 
 class ServingPlan(BaseModel, frozen=True):
@@ -58,6 +87,23 @@ class ServingPlan(BaseModel, frozen=True):
     repeats: int
     seed: int
     together: bool = False  # whether all engines ran at once
+    trace: TraceFigures | None = None  # what is played instead of shapes; `shapes` has its name
+    time_scale: float = 1.0  # of the trace's gaps and clock
+    pool_mb: float | None = (
+        None  # of cached rows, the same for every arm; None: the engine's choice
+    )
+    goodput: dict[str, float] = Field(default_factory=dict)  # ms that a good request keeps to
+
+    def document(self) -> dict[str, Any]:
+        """Return the plan as a folder records it; what few plans have, only of those."""
+        plain = self.model_dump()
+        for name in _RARE:
+            if plain[name] == type(self).model_fields[name].get_default(call_default_factory=True):
+                del plain[name]
+        for arm in plain["arms"]:
+            if not arm["kv_dtype"]:
+                del arm["kv_dtype"]
+        return plain
 
     @property
     def model_name(self) -> str:
@@ -125,7 +171,7 @@ class ServingFolder:
             return known
         with writing(path):
             path.mkdir(parents=True, exist_ok=True)
-        document = {**plan.model_dump(), "provenance": dict(provenance)}
+        document = {**plan.document(), "provenance": dict(provenance)}
         write_atomic(path / PLAN, json_bytes(document, indent=2))
         return cls(path, plan, provenance)
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 import numpy as np
 from tokenizers import Tokenizer
 
 from agentbench_kv.errors import PrerequisiteError
-from agentbench_kv.serving_bench.jobs import Frames, Vocabulary, Workload
+from agentbench_kv.serving_bench.jobs import Frames, TraceSession, Vocabulary
 
 _THOUGHT, _CALL, _RESPONSE = 96, 32, 256  # tokens of a thought, a call and a tool's answer
 _CHATML = "<|im_start|>"
@@ -36,20 +37,39 @@ class Speaker:
     has every phase to work with. Without frames, or where they do not fit, all ids are random.
     """
 
-    def __init__(self, vocabulary: Vocabulary, workload: Workload, seed: int) -> None:
+    def __init__(self, vocabulary: Vocabulary, seed: int) -> None:
         self._ids = np.setdiff1d(np.arange(vocabulary.size), vocabulary.special)
         self._frames = vocabulary.frames
-        self._workload = workload
         self._seed = seed
 
-    def prompts(self, session: int) -> list[list[int]]:
-        """Return the new ids of every turn of a session: lengths are exactly the workload's."""
-        draw = np.random.default_rng([self._seed, session])
-        later = (self._later(draw) for _ in range(self._workload.turns - 1))
-        return [self._first(draw), *later]
+    def prompts(self, number: int, session: TraceSession) -> list[list[int]]:
+        """Return the new ids of every call of a session: lengths are exactly the session's.
 
-    def _first(self, draw: np.random.Generator) -> list[int]:
-        size, frames = self._workload.shape.prompt, self._frames
+        A fresh call's are a whole history in other words, and then what is new.
+        """
+        draw = np.random.default_rng([self._seed, number])
+        first, *later = session.calls
+        shared, own = self._shared(session), first.new_tokens - session.shared_tokens
+        found = [first.ids or [*shared, *self._first(draw, own)]]
+        for call, prompt in zip(later, session.prompts[1:], strict=True):
+            history = []
+            if call.fresh:
+                held = prompt - call.new_tokens - len(shared)
+                history = [*shared, *self._first(draw, held)]
+            found.append([*history, *(call.ids or self._later(draw, call.new_tokens))])
+        return found
+
+    def _shared(self, session: TraceSession) -> list[int]:
+        """Return the shared pieces, which have the same ids in every session."""
+        found: list[int] = []
+        for name, tokens in session.shared:
+            digest = hashlib.sha256(name.encode()).digest()
+            draw = np.random.default_rng([self._seed, int.from_bytes(digest[:8], "big")])
+            found += self._random(draw, tokens)
+        return found
+
+    def _first(self, draw: np.random.Generator, size: int) -> list[int]:
+        frames = self._frames
         if frames is None:
             return self._random(draw, size)
         ends = len(frames.user) + len(frames.end_user) + len(frames.assistant)
@@ -63,8 +83,8 @@ class Speaker:
             ids += self._answered(draw, frames, _CALL, _RESPONSE)
         return [*ids, *frames.assistant]
 
-    def _later(self, draw: np.random.Generator) -> list[int]:
-        size, frames = self._workload.tool_tokens, self._frames
+    def _later(self, draw: np.random.Generator, size: int) -> list[int]:
+        frames = self._frames
         room = size - frames.around_call - len(frames.assistant) if frames else -1
         if frames is None or room < 0:
             return self._random(draw, size)

@@ -26,20 +26,36 @@ from agentbench_kv.serving_bench.measurements import (
 
 BASES = ("full", "full-constrained")  # arms that the others are compared with
 DUMMY = "dummy weights: speed of these shapes only; nothing here says anything about accuracy"
+SIMULATED = (
+    "simulated: rows are quantised and dequantised when written, and counted at the bytes they "
+    "would take; speed at lower precision is not what an engine with such a cache has"
+)
 SPEED = "output_throughput"
-_KV = ("median_peak_live", "median_logical", "mean_decode_kv", "events")
+GOODPUT = "request_goodput"
+_KV = ("median_peak_bytes", "median_peak_live", "median_logical", "mean_decode_kv", "events")
 _PUBLISHED_RATIO = "best_output_tok_s_ratio_vs_full"
 _SPEED_COLUMN = Column("output tok/s", Unit.RATE)
+# What agents notice comes first.
+_FIRST_COLUMNS = {
+    "session_goodput": Column("good sessions/s", Unit.PER_SECOND),
+    GOODPUT: Column("good requests/s", Unit.PER_SECOND),
+    "median_ttft_later_ms": Column("TTFT turns 2+ ms", Unit.MILLISECONDS),
+    "p99_ttft_later_ms": Column("p99", Unit.MILLISECONDS),
+}
 _FIGURE_COLUMNS = {
+    "median_ttft_first_ms": Column("TTFT turn 1 ms", Unit.MILLISECONDS),
     "median_ttft_ms": Column("TTFT ms", Unit.MILLISECONDS),
     "p99_ttft_ms": Column("TTFT p99", Unit.MILLISECONDS),
     "median_tpot_ms": Column("TPOT ms", Unit.MILLISECONDS),
     "p99_tpot_ms": Column("TPOT p99", Unit.MILLISECONDS),
     "median_e2el_ms": Column("E2E ms", Unit.MILLISECONDS),
+    "prefix_hit_rate": Column("prefix hits %", Unit.SHARE),
+    "prefix_hit_bound": Column("at most %", Unit.SHARE),
     "max_concurrent_decodes": Column("decoding at once", Unit.NUMBER),
     "failed": Column("failed", Unit.NUMBER),
 }
 _KV_COLUMNS = {
+    "median_peak_bytes": Column("peak live MB", Unit.MEGABYTES),
     "median_peak_live": Column("peak live", Unit.TOKENS),
     "mean_decode_kv": Column("decode KV", Unit.TOKENS),
     "median_logical": Column("logical", Unit.TOKENS),
@@ -63,12 +79,16 @@ class ArmFigures(BaseModel, frozen=True):
 
 
 class BestLoad(BaseModel, frozen=True):
-    """The load at which an arm is fastest (by its median), and its ratios to others at theirs."""
+    """The load at which an arm is best, and its ratios to others at theirs.
+
+    Best is most good requests a second where the plan has targets, else most output tokens.
+    """
 
     arm: str
     shape: str
     load: str
     speed: Median
+    goodput: Median | None = None
     ratios: dict[str, Median]
 
 
@@ -93,7 +113,7 @@ def summarize_serving(plan: ServingPlan, measured: Sequence[LoadMeasurement]) ->
                 bases = {base: groups.get((shape, load, base), []) for base in BASES}
                 made.append(_arm_figures(arm, runs, bases))
         cells += made
-        best += _best(made, groups)
+        best += _best(made, groups, GOODPUT if plan.goodput else SPEED)
     return ServingSummary(plan=plan, cells=cells, best=best)
 
 
@@ -134,12 +154,12 @@ def _speeds(runs: Sequence[LoadMeasurement]) -> dict[int, float]:
     return {run.repetition: run.figures[SPEED] for run in runs if not run.failed}
 
 
-def _best(cells: Sequence[ArmFigures], groups: Groups) -> list[BestLoad]:
-    """Pick each arm's fastest load of one shape among those that may be ranked."""
+def _best(cells: Sequence[ArmFigures], groups: Groups, by: str) -> list[BestLoad]:
+    """Pick each arm's best load of one shape among those that may be ranked."""
     fastest: dict[str, ArmFigures] = {}
     for cell in cells:
         held = fastest.get(cell.arm)
-        if cell.reasons or (held and cell.figures[SPEED].point <= held.figures[SPEED].point):
+        if cell.reasons or (held and cell.figures[by].point <= held.figures[by].point):
             continue
         fastest[cell.arm] = cell
     runs = {arm: groups[cell.shape, cell.load, arm] for arm, cell in fastest.items()}
@@ -150,6 +170,7 @@ def _best(cells: Sequence[ArmFigures], groups: Groups) -> list[BestLoad]:
             shape=cell.shape,
             load=cell.load,
             speed=cell.figures[SPEED],
+            goodput=cell.figures.get(GOODPUT),
             ratios=_ratios(arm, runs[arm], bases),
         )
         for arm, cell in fastest.items()
@@ -222,23 +243,42 @@ def summary_tables(summary: ServingSummary) -> list[Table]:
 def _loads_table(plan: ServingPlan, shape: str, cells: Sequence[ArmFigures]) -> Table:
     bases = _bases(cells)
     of_kv = _KV_COLUMNS if any(cell.kv for cell in cells) else {}
-    titles = (Column("load"), Column("arm"), Column("repeats", Unit.NUMBER), _SPEED_COLUMN)
-    columns = (*titles, *bases.values(), *_FIGURE_COLUMNS.values(), *of_kv.values())
+    first, later = _known(_FIRST_COLUMNS, cells), _known(_FIGURE_COLUMNS, cells)
+    titles = (Column("load"), Column("arm"), Column("repeats", Unit.NUMBER), *first.values())
+    columns = (*titles, _SPEED_COLUMN, *bases.values(), *later.values(), *of_kv.values())
     rows = []
     for cell in cells:
-        points = [cell.figures[name].point if name in cell.figures else None
-                  for name in _FIGURE_COLUMNS]  # fmt: skip
         row = (
             Cell(cell.load),
             Cell(cell.arm),
             Cell(cell.repetitions),
+            *(_median_cell(cell.figures.get(name)) for name in first),
             _median_cell(cell.figures.get(SPEED)),
             *(_median_cell(cell.ratios.get(base)) for base in bases),
-            *map(Cell, points),
-            *(Cell(cell.kv.get(name)) for name in of_kv),
+            *(
+                Cell(figure.point) if (figure := cell.figures.get(name)) else Cell()
+                for name in later
+            ),
+            *(_kv_cell(cell, name) for name in of_kv),
         )
         rows.append(Row(row, "; ".join(cell.reasons) or None))
     return _table(plan, shape, "under load", columns, rows, _notes(plan, cells))
+
+
+def _kv_cell(cell: ArmFigures, name: str) -> Cell:
+    value = cell.kv.get(name)
+    if name == "median_peak_bytes":  # 0 where the server does not count them
+        return Cell(value / 1e6 if value else None)
+    return Cell(value)
+
+
+def _known(columns: Mapping[str, Column], cells: Sequence[ArmFigures]) -> dict[str, Column]:
+    """Return the columns of figures that some cell has."""
+    return {
+        name: column
+        for name, column in columns.items()
+        if any(name in cell.figures for cell in cells)
+    }
 
 
 def _best_table(plan: ServingPlan, shape: str, best: Sequence[BestLoad]) -> Table:
@@ -246,16 +286,25 @@ def _best_table(plan: ServingPlan, shape: str, best: Sequence[BestLoad]) -> Tabl
     rows = []
     for each in best:
         ratios = (_median_cell(each.ratios.get(base)) for base in bases)
-        rows.append(Row((Cell(each.arm), Cell(each.load), _median_cell(each.speed), *ratios)))
+        good = [_median_cell(each.goodput)] * bool(plan.goodput)
+        titles = (Cell(each.arm), Cell(each.load), *good)
+        rows.append(Row((*titles, _median_cell(each.speed), *ratios)))
     if "full" in bases:
         for figure in _papers(plan, shape):
             place = f"{figure.cited}, {figure.setting.get('gpu')}"
             name = f"{figure.method} at {figure.budget}, {place}"
             ratios = (Cell(figure.value) if base == "full" else Cell() for base in bases)
-            rows.append(Row((Cell(name), Cell(), Cell(), *ratios), published=True))
-    columns = (Column("arm"), Column("load"), _SPEED_COLUMN, *bases.values())
+            empty = [Cell()] * (2 + bool(plan.goodput))
+            rows.append(Row((Cell(name), *empty, *ratios), published=True))
+    columns = (
+        *(Column("arm"), Column("load")),
+        *[_FIRST_COLUMNS[GOODPUT]] * bool(plan.goodput),
+        *(_SPEED_COLUMN, *bases.values()),
+    )
+    by = "good requests/s" if plan.goodput else "output tok/s"
     notes = [
-        "best load: highest median of those without a failed request; ratios pair repetitions",
+        f"best load: highest median {by} of those without a failed request; ratios, of output "
+        "tok/s, pair repetitions",
         *[DUMMY] * (plan.weights == "dummy"),
     ]
     return _table(plan, shape, "each arm at its best load", columns, rows, notes)
@@ -289,17 +338,34 @@ def _papers(plan: ServingPlan, shape: str) -> list[PublishedFigure]:
 def _notes(plan: ServingPlan, cells: Sequence[ArmFigures]) -> list[str]:
     fewest = min(cell.repetitions for cell in cells)
     notes = [
-        "load: cN is N sessions at once, N/s is sessions that begin per second (Poisson)",
+        "load: cN is N sessions at once, N/s is sessions that begin per second (Poisson)"
+        + ", schedule is the trace's own times" * (plan.trace is not None),
         "medians over repetitions with 95% intervals; ratios are paired by repetition",
         "TTFT, TPOT, E2E: median and p99 of requests; a request is one turn",
     ]
+    if plan.pool_mb is not None:
+        notes.append(f"equal memory: every arm has {plan.pool_mb:g} MB for cached rows")
+    if plan.goodput:
+        kept = ", ".join(f"{name.upper()} {most:g} ms" for name, most in plan.goodput.items())
+        notes.append(f"good: a request within {kept}; a session, if all of its requests are")
+    if any("prefix_hit_rate" in cell.figures for cell in cells):
+        notes.append(
+            "prefix hits: prompt tokens that the server says it had cached; at most: those that "
+            "an endless cache would have"
+        )
+    if plan.trace is not None:
+        scale = f"; its gaps and clock x {plan.time_scale:g}" * (plan.time_scale != 1)
+        notes += [plan.trace.sentence + scale, *plan.trace.notes]
     if any(cell.kv for cell in cells):
         notes.append(
-            "peak live, decode KV, logical: tokens per layer and KV head; medians over sessions, "
-            "and the mean over decoded tokens"
+            "peak live MB: keys and values over all layers and heads; peak live, decode KV, "
+            "logical: tokens per layer and KV head; medians over sessions, and the mean over "
+            "decoded tokens"
         )
     if fewest < REPETITIONS:
         notes.append(f"fewest repetitions: {fewest}; fewer than {REPETITIONS} decide nothing")
+    if plan.engine == "embedded" and any(arm.kv_dtype for arm in plan.arms):
+        notes.append(SIMULATED)
     if plan.weights == "dummy":
         notes.append(DUMMY)
     if plan.weights == "unknown":
@@ -316,6 +382,8 @@ def _table(
     notes: Sequence[str],
 ) -> Table:
     turns = "1 turn" if plan.turns == 1 else f"{plan.turns} turns"
+    if plan.trace is not None:
+        turns = f"{plan.trace.sessions} sessions"
     return Table(
         Kind.THROUGHPUT,
         slug("serving", plan.model_name, plan.engine, shape, what),

@@ -123,10 +123,11 @@ class FakeServer:
 def job_of(kind: str = "gateway", **changes: Any) -> LoadJob:
     """Return two sessions of three turns, one at a time, without a warm-up."""
     workload = Workload(SessionShape(20, 5), turns=3, tool_tokens=4)
+    load = changes.get("load", Load(sessions=2, concurrency=1, warmup=0))
     fields: dict[str, Any] = {
         "target": Target("http://fake", kind, "model"),
-        "workload": workload,
-        "load": Load(sessions=2, concurrency=1, warmup=0),
+        "sessions": workload.sessions(load.sessions),
+        "load": load,
         "vocabulary": Vocabulary(50, special=[0, 1]),
     }
     return LoadJob(**{**fields, **changes})

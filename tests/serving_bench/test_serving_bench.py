@@ -20,7 +20,14 @@ from agentbench_kv.serving_bench.bench import (
     serve_arm,
     url_arms,
 )
-from agentbench_kv.serving_bench.jobs import Load, LoadJob, SessionShape, Target, Vocabulary
+from agentbench_kv.serving_bench.jobs import (
+    Load,
+    LoadJob,
+    SessionShape,
+    Target,
+    Vocabulary,
+    Workload,
+)
 from agentbench_kv.serving_bench.loadgen import JobResult
 from agentbench_kv.serving_bench.measurements import ServingArm, ServingPlan
 
@@ -44,7 +51,13 @@ def make_run(**changes: Any) -> ServingRun:
         "repeats": 4,
         "seed": 0,
     }
-    return ServingRun(ServingPlan(**{**plan, **changes}), SHAPES, LOADS)
+    workloads = tuple(Workload(shape, turns=2, tool_tokens=5) for shape in SHAPES)
+    return ServingRun(ServingPlan(**{**plan, **changes}), workloads, LOADS)
+
+
+def shape_of(job: LoadJob) -> SessionShape:
+    call = job.sessions[0].calls[0]
+    return SessionShape(call.new_tokens, call.output_tokens)
 
 
 class Fake:
@@ -123,7 +136,7 @@ def test_arms_of_a_repetition_get_the_same_sessions_and_nothing_is_sent_twice(
     fake: Fake, tmp_path: Path
 ) -> None:
     measure(make_run(), tmp_path)
-    cells = [(job.workload.shape, job.load) for _, job in fake.jobs]
+    cells = [(shape_of(job), job.load) for _, job in fake.jobs]
     assert cells == [(shape, load) for shape in SHAPES for load in LOADS] * 12
     seeds: dict[tuple[Any, ...], set[int]] = {}
     for number, (_, job) in enumerate(fake.jobs):
@@ -140,7 +153,7 @@ def test_what_was_measured_is_not_measured_again(fake: Fake, tmp_path: Path) -> 
     told = measure(make_run(), tmp_path)
     assert fake.started == ["agentkv"]
     ((_, job),) = fake.jobs
-    assert (job.workload.shape, job.load) == (SHAPES[1], LOADS[0])
+    assert (shape_of(job), job.load) == (SHAPES[1], LOADS[0])
     assert [before for _, before in told].count(True) == 47
 
 

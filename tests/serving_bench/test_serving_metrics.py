@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentbench_kv.serving_bench.endpoints import TimedTurn
-from agentbench_kv.serving_bench.loadgen import PlayedJob, figures, kv_figures, most_at_once
+from agentbench_kv.serving_bench.figures import figures, kv_figures, most_at_once
+from agentbench_kv.serving_bench.jobs import TraceCall, TraceSession
 
 
 def turn(session: int, number: int, start: float, gaps: list[float], **more: Any) -> TimedTurn:
@@ -28,19 +29,18 @@ def turn(session: int, number: int, start: float, gaps: list[float], **more: Any
     )
 
 
-def made() -> PlayedJob:
-    turns = [
+def made() -> list[TimedTurn]:
+    return [
         turn(0, 0, 0.0, [0.5, 0.1, 0.2]),
         turn(0, 1, 1.0, [0.25, 0.15]),
         turn(1, 0, 0.5, [0.75]),
         turn(1, 1, 1.5, [0.5, 0.5, 0.5, 0.5]),
         TimedTurn(2, 0, 0.25, 10, 10, latency_s=9.0, error="HTTP 500: no"),
     ]
-    return PlayedJob(turns, duration_s=4.0)
 
 
 def test_counts_and_rates_leave_failed_requests_out() -> None:
-    found = figures(made())
+    found = figures(made(), 4.0)
     assert (found["completed"], found["failed"], found["sessions"]) == (4, 1, 3)
     assert found["total_input_tokens"] == 40
     assert found["total_prompt_tokens"] == 10 + 30 + 10 + 30
@@ -53,7 +53,7 @@ def test_counts_and_rates_leave_failed_requests_out() -> None:
 
 
 def test_latencies_are_numpys() -> None:
-    found = figures(made())
+    found = figures(made(), 4.0)
     values = {
         "ttft": [500, 250, 750, 500],
         # The answer of one token has none.
@@ -71,14 +71,14 @@ def test_latencies_are_numpys() -> None:
 
 
 def test_concurrency_is_counted_over_requests_and_over_decodes() -> None:
-    found = figures(made())
+    found = figures(made(), 4.0)
     # At 0.5 to 0.8 two requests run, but the second has no token before the first is done.
     assert found["max_concurrent_requests"] == 2
     assert found["max_concurrent_decodes"] == 1
 
 
 def test_nothing_completed_leaves_no_latency() -> None:
-    found = figures(PlayedJob([TimedTurn(0, 0, 0.0, 10, 10, error="no")], duration_s=0.0))
+    found = figures([TimedTurn(0, 0, 0.0, 10, 10, error="no")], 0.0)
     assert (found["completed"], found["failed"]) == (0, 1)
     assert found["output_throughput"] == 0.0
     assert found["max_concurrent_requests"] == 0
@@ -136,3 +136,37 @@ def test_without_accounting_there_are_no_kv_figures() -> None:
     no_budget = kv_figures([turn(0, 0, 0.0, [0.1], kv=account(budget=None))])
     assert no_budget is not None
     assert no_budget["max_over_budget"] is None
+
+
+def test_goodput_is_what_keeps_to_every_target() -> None:
+    # Session 0: TTFT 500 and 250 ms, TPOT 150 both; session 1: 750 and 500 ms, none and 500.
+    sessions = [
+        TraceSession("0", [TraceCall(1, 3), TraceCall(1, 2)]),
+        TraceSession("1", [TraceCall(1, 1), TraceCall(1, 4)]),
+        TraceSession("2", [TraceCall(1, 1)]),
+    ]
+
+    def good(**targets: float) -> tuple[float, float]:
+        found = figures(made(), 4.0, targets, sessions)
+        return found["request_goodput"] * 4, found["session_goodput"] * 4
+
+    assert good(ttft=1000) == (4, 2)
+    assert good(ttft=500) == (3, 1)
+    assert good(ttft=499) == (1, 0)
+    assert good(tpot=150.1) == (3, 1)
+    assert good(ttft=600, tpot=400) == (2, 1)
+    assert good(e2el=100) == (0, 0)
+    # A session whose second call was never sent is not good.
+    assert figures(made()[:1], 4.0, {"ttft": 1000}, sessions[:1])["session_goodput"] == 0
+    assert "request_goodput" not in figures(made(), 4.0)
+
+
+def test_prefix_hits_are_those_that_the_server_reports() -> None:
+    turns = made()
+    assert "prefix_hit_rate" not in figures(turns, 4.0)
+    turns[1].cached_tokens, turns[3].cached_tokens = 20, 10
+    found = figures(turns, 4.0)
+    assert found["cached_prompt_tokens"] == 30
+    assert found["prefix_hit_rate"] == pytest.approx(30 / 60)  # of the prompts that say
+    assert found["median_ttft_first_ms"] == pytest.approx(625)
+    assert found["median_ttft_later_ms"] == pytest.approx(375)

@@ -22,6 +22,10 @@ ANSWER = [7, 8, 9, 10, 11]
 """What the fake server says, see conftest."""
 
 
+def prompts_of(job: LoadJob, number: int) -> list[list[int]]:
+    return Speaker(job.vocabulary, job.seed).prompts(number, job.sessions[number])
+
+
 @pytest.mark.parametrize("kind", ["gateway", "vllm"])
 def test_a_completions_turn_sends_the_whole_session_as_ids(
     play: Play, fake_server: Fake, make_job: MakeJob, kind: str
@@ -29,7 +33,7 @@ def test_a_completions_turn_sends_the_whole_session_as_ids(
     server, job = fake_server(kind), make_job(kind)
     outcome = play(server, job)
     for session in (0, 1):
-        first, second, third = Speaker(job.vocabulary, job.workload, job.seed).prompts(session)
+        first, second, third = prompts_of(job, session)
         sent = server.generations[3 * session : 3 * session + 3]
         so_far = [first, [*first, *ANSWER, *second]]
         so_far.append([*so_far[1], *ANSWER, *third])
@@ -72,7 +76,7 @@ def test_sglang_gets_new_ids_only_in_a_streaming_session(
     assert all(body["streaming"] is True for body in opened)
     closed = [body["session_id"] for _, path, body, _ in server.calls if path == "/close_session"]
     assert closed == [body["session_id"] for body in opened]
-    prompts = [Speaker(job.vocabulary, job.workload, job.seed).prompts(n) for n in (0, 1)]
+    prompts = [prompts_of(job, n) for n in (0, 1)]
     assert [body["input_ids"] for body in server.generations] == [*prompts[0], *prompts[1]]
     assert [body["session_params"]["id"] for body in server.generations[:3]] == [closed[0]] * 3
     sampling = {"temperature": 0.0, "max_new_tokens": 5, "ignore_eos": True}
@@ -86,7 +90,7 @@ def test_a_single_turn_is_sent_without_a_session(
     play: Play, fake_server: Fake, make_job: MakeJob, kind: str
 ) -> None:
     server = fake_server(kind)
-    outcome = play(server, make_job(kind, workload=Workload(SessionShape(20, 5))))
+    outcome = play(server, make_job(kind, sessions=Workload(SessionShape(20, 5)).sessions(2)))
     assert len(server.calls) == len(server.generations) == 2
     for _, _, body, headers in server.calls:
         assert not {"session_id", "session_params", "return_token_ids"} & body.keys()
@@ -155,7 +159,7 @@ def test_the_warm_up_is_played_first_and_not_counted(
     outcome = play(server, warmed)
     assert len(server.generations) == 9
     assert [turn.session for turn in outcome.turns] == [0, 0, 0, 1, 1, 1]
-    measured = Speaker(job.vocabulary, job.workload, job.seed).prompts(0)[0]
+    measured = prompts_of(job, 0)[0]
     assert server.generations[0]["prompt"] != measured
     assert server.generations[3]["prompt"] == measured
 
@@ -180,9 +184,11 @@ def test_think_time_passes_between_turns_only(
         await real(0)
 
     monkeypatch.setattr(asyncio, "sleep", sleep)
-    workload = Workload(SessionShape(20, 5), turns=3, tool_tokens=4, think_time_s=0.5)
-    play(fake_server("gateway"), make_job(workload=workload))
-    assert [seconds for seconds in slept if seconds] == [0.5] * 4
+    workload = Workload(SessionShape(20, 5), turns=3, tool_tokens=4, think_time_s=50.0)
+    job = make_job(sessions=workload.sessions(2), load=Load(2, concurrency=1, warmup=1))
+    play(fake_server("gateway"), job)
+    # What is left of the gap when the sleep begins; none of it in the warm-up.
+    assert [round(seconds) for seconds in slept if seconds > 1] == [50] * 4
 
 
 def test_a_closed_loop_keeps_as_many_sessions_open_as_asked() -> None:

@@ -14,7 +14,7 @@ import pytest
 from agentbench_kv.errors import KVBenchError
 from agentbench_kv.serving_bench import loadgen
 from agentbench_kv.serving_bench.endpoints import open_client
-from agentbench_kv.serving_bench.jobs import Target
+from agentbench_kv.serving_bench.jobs import Target, TraceCall
 from agentbench_kv.serving_bench.loadgen import Player
 
 HEAD = b"HTTP/1.1 200 OK\r\n"
@@ -136,7 +136,7 @@ def test_an_answer_that_breaks_off_is_a_failed_turn(
 
     async def play(client: aiohttp.ClientSession, url: str) -> Any:
         job = make_job("vllm", target=Target(url, "vllm", "model"), timeout_s=5.0)
-        return await Player(client, job).play(0, "one", [[1, 2]])
+        return await Player(client, job).play(0, "one", [(TraceCall(2, 5), [1, 2])], lambda _: 0.0)
 
     (turn,) = server.ask(play)
     assert turn.error
@@ -157,7 +157,7 @@ def test_an_answer_that_takes_too_long_is_a_failed_turn(make_job: Callable[..., 
 
     async def play(client: aiohttp.ClientSession, url: str) -> Any:
         job = make_job("vllm", target=Target(url, "vllm", "model"), timeout_s=0.2)
-        return await Player(client, job).play(0, "one", [[1, 2]])
+        return await Player(client, job).play(0, "one", [(TraceCall(2, 5), [1, 2])], lambda _: 0.0)
 
     (turn,) = server.ask(play)
     assert turn.error == "no whole answer within 0.2 s"

@@ -42,7 +42,9 @@ def test_a_shape_that_is_none_is_refused(text: str) -> None:
 
 def test_a_session_is_as_long_as_its_turns() -> None:
     workload = Workload(SessionShape(100, 10), turns=3, tool_tokens=7)
-    assert workload.length == 100 + 3 * 10 + 2 * 7
+    (session,) = workload.sessions(1)
+    assert session.length == 100 + 3 * 10 + 2 * 7
+    assert session.prompts == [100, 117, 134]
 
 
 @pytest.mark.parametrize(
@@ -53,6 +55,7 @@ def test_a_session_is_as_long_as_its_turns() -> None:
         (Load(1, concurrency=8, warmup=3), "c8", 3),
         (Load(32, rate=2.0), "2/s", 32),
         (Load(32, rate=0.25), "0.25/s", 32),
+        (Load(32), "schedule", 32),
     ],
 )
 def test_a_load_says_how_many_sessions_can_be_open(load: Load, label: str, at_once: int) -> None:
@@ -64,29 +67,31 @@ def test_a_load_says_how_many_sessions_can_be_open(load: Load, label: str, at_on
 def test_prompts_have_exactly_the_lengths_asked_for(prompt: int, tool: int) -> None:
     workload = Workload(SessionShape(prompt, 8), turns=3, tool_tokens=tool)
     for vocabulary in (Vocabulary(50, special=[3]), read_vocabulary(MICRO)):
-        prompts = Speaker(vocabulary, workload, seed=1).prompts(0)
+        prompts = Speaker(vocabulary, seed=1).prompts(0, *workload.sessions(1))
         assert [len(ids) for ids in prompts] == [prompt, tool, tool]
         assert all(0 <= token < vocabulary.size for ids in prompts for token in ids)
 
 
 def test_random_ids_are_never_special() -> None:
     vocabulary = Vocabulary(10, special=[0, 4, 9])
-    (ids,) = Speaker(vocabulary, Workload(SessionShape(500, 1)), seed=0).prompts(0)
+    (session,) = Workload(SessionShape(500, 1)).sessions(1)
+    (ids,) = Speaker(vocabulary, seed=0).prompts(0, session)
     assert set(ids) == {1, 2, 3, 5, 6, 7, 8}
 
 
 def test_prompts_depend_on_seed_and_session_only() -> None:
-    vocabulary, workload = read_vocabulary(MICRO), Workload(SessionShape(600, 8), turns=2)
+    vocabulary = read_vocabulary(MICRO)
+    (session,) = Workload(SessionShape(600, 8), turns=2).sessions(1)
     said = {
-        (seed, n): Speaker(vocabulary, workload, seed).prompts(n) for seed in (0, 1) for n in (0, 1)
+        (seed, n): Speaker(vocabulary, seed).prompts(n, session) for seed in (0, 1) for n in (0, 1)
     }
-    assert Speaker(vocabulary, workload, 1).prompts(1) == said[1, 1]
+    assert Speaker(vocabulary, 1).prompts(1, session) == said[1, 1]
     assert len({str(prompts) for prompts in said.values()}) == 4
 
 
 def test_a_session_has_every_phase_and_its_answers_are_thoughts() -> None:
     workload = Workload(SessionShape(1000, 8), turns=2, tool_tokens=120)
-    first, second = Speaker(read_vocabulary(MICRO), workload, seed=0).prompts(0)
+    first, second = Speaker(read_vocabulary(MICRO), seed=0).prompts(0, *workload.sessions(1))
     machine = PhaseMachine(PhaseTable.for_tokenizer(load_tokenizer(MICRO)))
     phases = machine.label_many(first)
     counts = {phase: phases.count(phase) for phase in Phase}

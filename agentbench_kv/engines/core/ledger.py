@@ -5,6 +5,7 @@ And what a scheduler in another process tells its workers about a step: plain da
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any, SupportsInt
@@ -48,7 +49,11 @@ class SessionLedger:
     """
 
     def __init__(
-        self, method: Method, bytes_per_token: int, windows: WindowBytes | None = None
+        self,
+        method: Method,
+        bytes_per_token: int,
+        windows: WindowBytes | None = None,
+        held_bytes: Callable[[int], int] | None = None,
     ) -> None:
         self.stats = KVStats()
         self.fed = 0  # tokens the model has seen
@@ -56,6 +61,8 @@ class SessionLedger:
         self._method = method
         # Keys and values, over all layers with full attention and their heads.
         self._bytes = bytes_per_token
+        # Of so many rows, where they do not all take the same.
+        self._held_bytes = held_bytes or (lambda rows: rows * bytes_per_token)
         self._windows = windows
         self._schedule = Schedule(method)
         self._prefilling = False
@@ -107,13 +114,21 @@ class SessionLedger:
         self.fed += rows
         self.live += rows
         self._unfed = 0
-        self.stats.peak_live = max(self.stats.peak_live, self.live)
+        self._peak()
         if not self._prefilling:
-            self.stats.bytes_read += self.live * self._bytes
-            if self._windows is not None:
-                read = min(self.fed, self._windows.window) * self._windows.per_token
-                self.stats.bytes_read += read
-                self.stats.window_bytes_read += read
+            in_windows = self._window_bytes()
+            self.stats.bytes_read += self._held_bytes(self.live) + in_windows
+            self.stats.window_bytes_read += in_windows
+
+    def _window_bytes(self) -> int:
+        if self._windows is None:
+            return 0
+        return min(self.fed, self._windows.window) * self._windows.per_token
+
+    def _peak(self) -> None:
+        held = self._held_bytes(self.live) + self._window_bytes()
+        self.stats.peak_live = max(self.stats.peak_live, self.live)
+        self.stats.peak_bytes = max(self.stats.peak_bytes, held)
 
     def forward_drawn(self, rows: int) -> None:
         """Count a forward of sampled tokens, one after the other; each but the first behind it."""
@@ -183,7 +198,7 @@ class SessionLedger:
         self.live += rows
         self.stats.restored += rows
         self.stats.rows_moved += moved
-        self.stats.peak_live = max(self.stats.peak_live, self.live)
+        self._peak()
 
     def rewind(self, length: int, live: int) -> None:
         """Forget tokens from position `length` on; `live` rows stay, and what was done counts."""
@@ -194,8 +209,9 @@ class SessionLedger:
 
     def fork(self) -> SessionLedger:
         """Return the ledger of a session that goes on from here; it has done nothing yet."""
-        twin = SessionLedger(self._method, self._bytes, self._windows)
-        twin.fed, twin.live, twin.stats.peak_live = self.fed, self.live, self.live
+        twin = SessionLedger(self._method, self._bytes, self._windows, self._held_bytes)
+        twin.fed, twin.live = self.fed, self.live
+        twin._peak()
         twin._prompt, twin._system, twin._unfed = self._prompt, self._system, self._unfed
         twin._schedule = copy(self._schedule)
         twin._schedule.refused = 0

@@ -25,6 +25,7 @@ from agentbench_kv.engines.core.rings import (
 from agentbench_kv.engines.embedded.architecture import LayerPlace
 from agentbench_kv.engines.embedded.cache import CachePool, SessionCache, SlotCache, WindowCache
 from agentbench_kv.engines.embedded.observer import FedRows, Observer
+from agentbench_kv.engines.embedded.quantization import Quantise
 from agentbench_kv.engines.embedded.session import EmbeddedSession
 from agentbench_kv.errors import KVBenchError
 from agentbench_kv.kernels import SeenRows, attention
@@ -77,6 +78,7 @@ class ForwardPlan:
     queries: QueryBuffer
     ring_write: RingWrite | None
     observer: Observer | None = None
+    quantise: Quantise | None = None  # what is done to new rows
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,7 @@ def pack(
     queries: QueryBuffer,
     layers: Sequence[LayerPlace],
     observer: Observer | None = None,
+    quantise: Quantise | None = None,
 ) -> Packed:
     """Lay the chunks of all sessions one after the other and plan their attention.
 
@@ -124,7 +127,7 @@ def pack(
     if ring_rows:
         write = RingWrite(_ids(ring_rows, queries.device), _ids(ring_slots, queries.device))
     full, windows = _full_plan(ordered, rows), _window_plan(ordered, rows)
-    plan = ForwardPlan(layers, full, windows, queries, write, observer)
+    plan = ForwardPlan(layers, full, windows, queries, write, observer, quantise)
     return Packed(ordered, tokens, positions, rows, plan)
 
 
@@ -247,6 +250,8 @@ def session_attention(
         if kvbench.queries.kv_heads > k.shape[0]:
             copies = kvbench.queries.kv_heads // k.shape[0]
             k, v = k.repeat_interleave(copies, 0), v.repeat_interleave(copies, 0)
+    if kvbench.quantise is not None:
+        k, v = kvbench.quantise(k), kvbench.quantise(v)
     output = torch.empty(q.shape[1], q.shape[0], q.shape[2], dtype=q.dtype, device=q.device)
     for group in plan.decodes:
         rows = group.rows

@@ -26,6 +26,7 @@ from agentbench_kv.engines.base import (
     PhaseLabeller,
     Sampling,
 )
+from agentbench_kv.engines.core.kv_dtype import KV_DTYPES
 from agentbench_kv.engines.embedded.memory import (
     SessionMemory,
     harvest,
@@ -42,6 +43,7 @@ from agentbench_kv.engines.embedded.model import (
     wrap_model,
 )
 from agentbench_kv.engines.embedded.observer import Observer
+from agentbench_kv.engines.embedded.quantization import read_kv_dtype
 from agentbench_kv.engines.embedded.scheduler import (
     EmbeddedGeneration,
     EmbeddedScheduler,
@@ -76,6 +78,8 @@ class EmbeddedEngine(Engine):
         Capability.MEMORY_BLOCKS,
     }
 
+    kv_dtypes: ClassVar[tuple[str, ...]] = tuple(KV_DTYPES)
+
     def __init__(
         self,
         model: LoadedModel,
@@ -84,6 +88,7 @@ class EmbeddedEngine(Engine):
         name: str = "",
         max_live_tokens: int | None = None,
         recorder: Observer | None = None,
+        kv_dtype: str = "",
     ) -> None:
         self._model = model
         self.wants_notes = method.protect == "system"
@@ -96,13 +101,14 @@ class EmbeddedEngine(Engine):
         # As if windows grew with the session: what memory is counted for is there.
         whole = size + model.window_shape.bytes_per_token
         limit = max_live_tokens or free_tokens(whole, device=device)
-        self._scheduler = EmbeddedScheduler(model, method, limit, recorder)
+        self._scheduler = EmbeddedScheduler(model, method, limit, recorder, kv_dtype)
         where = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         dtype = str(model.shape.dtype).removeprefix("torch.")
         self.info = EngineInfo(
             *("embedded", name or str(model.path), model.path, model.sha, where, dtype),
             *(model.context_limit, model.eos_token_ids, self.capabilities),
-            details=model.attention.details(),
+            details=model.attention.details()
+            | ({"kv_dtype": f"{kv_dtype}, simulated"} if kv_dtype else {}),
         )
 
     @classmethod
@@ -114,9 +120,13 @@ class EmbeddedEngine(Engine):
             loaded = load_model(options.model, options.dtype, options.device, options.context_limit)
         else:
             loaded = wrap_model(model.eval(), Path(options.model), "in-memory")
-        limit = options.max_live_tokens
         return cls(
-            loaded, options.method, name=options.model, max_live_tokens=limit, recorder=recorder
+            loaded,
+            options.method,
+            name=options.model,
+            max_live_tokens=options.max_live_tokens,
+            recorder=recorder,
+            kv_dtype=options.kv_dtype,
         )
 
     @classmethod
@@ -130,6 +140,12 @@ class EmbeddedEngine(Engine):
     @classmethod
     def check_options(cls, options: EngineOptions) -> None:
         read_settings(options.model, options.context_limit).check_method(options.method)
+
+    @classmethod
+    def check_kv_dtype(cls, options: EngineOptions) -> None:
+        if options.kv_dtype:
+            windowed = read_settings(options.model, options.context_limit).windowed > 0
+            read_kv_dtype(options.kv_dtype, options.method, windows=windowed)
 
     @classmethod
     def check_compute(cls, dtype: str, device: str) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 
 import torch
 from torch import Tensor
@@ -20,6 +19,7 @@ from agentbench_kv.engines.core.ledger import Eviction, SessionLedger
 from agentbench_kv.engines.embedded.attention import pack
 from agentbench_kv.engines.embedded.model import LoadedModel
 from agentbench_kv.engines.embedded.observer import Observer
+from agentbench_kv.engines.embedded.quantization import on_write
 from agentbench_kv.engines.embedded.scheduler import PREFILL_CHUNK, run_network, session_pools
 from agentbench_kv.engines.embedded.session import EmbeddedSession, SessionPools
 from agentbench_kv.errors import ContextLimitError, KVBenchError
@@ -48,6 +48,7 @@ class ForcedPlay:
     `system` of its first tokens are the system message with its tools. With `by_token` every
     forward feeds one token of an answer, as a decode does: the same to the last bit, and slower.
     `recorders`, one a method if any, see the events of its session.
+    `kv_dtypes` are the precisions that the methods' rows are simulated at, as in `EngineOptions`.
     Raises UsageError if the model has no place for one of the methods.
     """
 
@@ -59,19 +60,27 @@ class ForcedPlay:
         *,
         by_token: bool = False,
         recorders: Sequence[Observer] = (),
+        kv_dtypes: Sequence[str] = (),
     ) -> None:
         self._model = model
-        self._longest = 1 if by_token else PREFILL_CHUNK
         kinds = {method.query_plan().kind for method in methods}
         base = _WithSums() if QueryKind.SUMS in kinds else Full()
         self._log = _QueryLog(model.shape.layers)
         self._full = _Member(model, base, self._log)
         self._full.start(ForcedSession("full", base, session_pools(model, base)))
+        precisions = kv_dtypes or [""] * len(methods)
         self._arms = [
-            _Member(model, method, recorder=recorder)
-            for method, recorder in zip_longest(methods, recorders)
+            _Member(model, method, recorder=recorder, kv_dtype=precision)
+            for method, precision, recorder in zip(
+                methods, precisions, recorders or [None] * len(methods), strict=True
+            )
         ]
-        for arm in self._arms:
+        self._longest = 1 if by_token else PREFILL_CHUNK
+        for arm, precision in zip(self._arms, precisions, strict=True):
+            if precision:  # its rows are others than the full cache's from the first on
+                first = ForcedSession(arm.method.label, arm.method, arm.pools, arm.recorder)
+                arm.start(first)
+                self._longest = arm.session.longest_stretch(self._longest)
             arm.ledger.opens_with(system=system)
 
     def turn(self, prompt: Labelled, answer: Labelled) -> Iterator[Stretch]:
@@ -183,10 +192,11 @@ class _Member:
         method: Method,
         observer: Observer | None = None,
         recorder: Observer | None = None,
+        kv_dtype: str = "",
     ) -> None:
         self.method = method
         self.recorder = recorder
-        self.pools = session_pools(model, method)
+        self.pools = session_pools(model, method, kv_dtype)
         self._model = model
         self._observer = observer
         self._session: ForcedSession | None = None
@@ -241,7 +251,8 @@ class _Member:
         with torch.inference_mode():
             session.take(limit)
             places = self._model.attention.places
-            packed = pack([session], self.pools.queries, places, self._observer)
+            quantise = on_write(self.pools.kv_dtype)
+            packed = pack([session], self.pools.queries, places, self._observer, quantise)
             (rows,) = packed.rows
             wanted = list(range(rows)) if all_rows else [rows - 1]
             logits = run_network(self._model, packed, wanted)

@@ -24,6 +24,7 @@ from agentbench_kv.engines.embedded.attention import Packed, pack
 from agentbench_kv.engines.embedded.cache import CachePools
 from agentbench_kv.engines.embedded.model import LoadedModel, cache_shape
 from agentbench_kv.engines.embedded.observer import Observer
+from agentbench_kv.engines.embedded.quantization import on_write, read_kv_dtype
 from agentbench_kv.engines.embedded.session import EmbeddedSession, SessionPools, WindowPools
 from agentbench_kv.engines.sampling import Sampler, StreamedGeneration
 from agentbench_kv.errors import (
@@ -90,13 +91,14 @@ class EmbeddedScheduler:
         method: Method,
         max_live_tokens: int,
         recorder: Observer | None = None,
+        kv_dtype: str = "",
     ) -> None:
         self.times = StepTimes()
         self.max_live_tokens = max_live_tokens
         self._model = model
         self._method = method
         self._recorder = recorder
-        self.pools = session_pools(model, method)
+        self.pools = session_pools(model, method, kv_dtype)
         self._leaving: list[EmbeddedSession] = []
         self._work = threading.Condition()
         self._commands = CommandQueue(self._wake)
@@ -356,7 +358,8 @@ class EmbeddedScheduler:
     def _forward_together(self, batch: list[EmbeddedGeneration]) -> list[Predicted]:
         by_session = {id(generation.session): generation for generation in batch}
         places = self._model.attention.places
-        packed = pack([g.session for g in batch], self.pools.queries, places, self._recorder)
+        pools, sessions = self.pools, [generation.session for generation in batch]
+        packed = pack(sessions, pools.queries, places, self._recorder, on_write(pools.kv_dtype))
         ends = list(accumulate(packed.rows))
         ready = [not session.pending for session in packed.sessions]
         logits = run_network(self._model, packed, [end - 1 for end in compress(ends, ready)])
@@ -437,7 +440,8 @@ def _add_stretch(generation: EmbeddedGeneration) -> None:
     Until then the cache only grows, so that one forward says of each what a decode would.
     """
     session, left = generation.session, len(generation.given)
-    rows = min(session.ledger.quiet(left) + 1, left, PREFILL_CHUNK)
+    longest = session.longest_stretch(PREFILL_CHUNK)
+    rows = min(session.ledger.quiet(left) + 1, left, longest)
     generation.stretch = [generation.given.popleft() for _ in range(rows - 1)]
     session.add_drawn([(token, session.labeller.label(token)) for token in generation.stretch])
 
@@ -456,7 +460,7 @@ def run_network(model: LoadedModel, packed: Packed, rows: list[int]) -> Tensor:
     return logits
 
 
-def session_pools(model: LoadedModel, method: Method) -> SessionPools:
+def session_pools(model: LoadedModel, method: Method, kv_dtype: str = "") -> SessionPools:
     """Make the empty caches that sessions of a model under a method live in."""
     shape, attention = cache_shape(model, method), model.attention
     windows = None
@@ -464,7 +468,8 @@ def session_pools(model: LoadedModel, method: Method) -> SessionPools:
         pools = CachePools(model.window_shape)
         windows = WindowPools(pools, attention.window, model.window_frequencies)
     queries = QueryBuffer(method.query_plan(), shape)
-    return SessionPools(CachePools(shape), windows, queries, model.frequencies)
+    form = read_kv_dtype(kv_dtype, method, windows=windows is not None)
+    return SessionPools(CachePools(shape), windows, queries, model.frequencies, form)
 
 
 def _described(error: BaseException) -> str:

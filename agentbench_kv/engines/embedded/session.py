@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 from agentbench_kv.engines.base import KVStats, PhaseLabeller
+from agentbench_kv.engines.core.kv_dtype import KVDtype
 from agentbench_kv.engines.core.ledger import Eviction, SessionLedger, WindowBytes
 from agentbench_kv.engines.core.rings import QueryBuffer, QueryStore
 from agentbench_kv.engines.embedded.cache import CachePools, SessionCache, WindowCache
 from agentbench_kv.engines.embedded.memory import SessionMemory
 from agentbench_kv.engines.embedded.observer import Observer
+from agentbench_kv.engines.embedded.quantization import settle
 from agentbench_kv.errors import KVBenchError
 from agentbench_kv.methods.base import Method, Phase
 
@@ -38,13 +40,19 @@ class SessionPools:
     windows: WindowPools | None
     queries: QueryBuffer
     frequencies: Tensor  # of RoPE in the layers with full attention
+    kv_dtype: KVDtype | None = None  # that rows are simulated at
 
     def new_ledger(self, method: Method) -> SessionLedger:
-        windows = None
+        shape, form, windows = self.full.shape, self.kv_dtype, None
+        heads, itemsize = shape.layers * shape.kv_heads, shape.dtype.itemsize
         if self.windows is not None:
-            per_token = self.windows.pools.shape.bytes_per_token
+            seen = self.windows.pools.shape
+            per_token = seen.bytes_per_token
+            if form is not None:
+                per_token = form.row_bytes(seen.layers * seen.kv_heads, seen.head_dim)
             windows = WindowBytes(per_token, self.windows.window)
-        return SessionLedger(method, self.full.shape.bytes_per_token, windows)
+        held = None if form is None else form.held(heads, shape.head_dim, itemsize)
+        return SessionLedger(method, shape.bytes_per_token, windows, held)
 
     @property
     def nbytes(self) -> int:
@@ -85,6 +93,7 @@ class EmbeddedSession:
         self.reserved = 0  # rows it may come to hold, for the scheduler
         self.broken: BaseException | None = None
         self.memory: SessionMemory | None = None
+        self._settled = (0, 0)  # rows whose keys, and values, KIVI has quantised
         self._next = 0
         self._phases: list[int] = []
         self._recorder = recorder
@@ -93,6 +102,11 @@ class EmbeddedSession:
     def nbytes(self) -> int:
         """Bytes allocated for keys and values."""
         return self.cache.nbytes + (0 if self.window is None else self.window.nbytes)
+
+    def longest_stretch(self, most: int) -> int:
+        """Return how many tokens of an answer may be fed at once: KIVI quantises after each."""
+        form = self._pools.kv_dtype
+        return 1 if form is not None and form.residual else most
 
     @property
     def query_buffer(self) -> QueryBuffer:
@@ -152,6 +166,10 @@ class EmbeddedSession:
         self.cache.advance(self.fed, rows)
         if self.window is not None:
             self.window.advance(rows)
+        form = self._pools.kv_dtype
+        if form is not None and form.residual and not self.pending:
+            # A prompt's parts see each other as computed.
+            self._settled = settle(self.cache, form, self._settled)
         self.count_fed(rows)
         if self.ledger.live != self.cache.length:
             raise KVBenchError(
@@ -263,6 +281,7 @@ class EmbeddedSession:
         else:  # a block that came back lies behind rows that go
             everywhere = kept.expand(cache.shape.layers, cache.shape.kv_heads, -1).contiguous()
             cache.keep(everywhere, ordered=True)
+        self._settled = (min(self._settled[0], length), min(self._settled[1], length))
         self.ledger.rewind(length, cache.length)
         del self.rope[length:], self._phases[length:]
         before, self._next = self._next, max(self.rope, default=-1) + 1
@@ -278,6 +297,7 @@ class EmbeddedSession:
         new.pending, new.prompt_pending = self.pending.copy(), self.prompt_pending
         new.generated, new.rope = self.generated.copy(), self.rope.copy()
         new._next, new._phases = self._next, self._phases.copy()
+        new._settled = self._settled
         new.reserved = new.cache.length
         new.memory = copy(self.memory)
         return new

@@ -302,7 +302,8 @@ class ServingEngine(Engine):
         if not self._wire.stock:
             return self._read(state, generation, request)
         # A stock server keeps no accounts of a session: they are kept here.
-        windows = self._wire.facts.window_bytes(self._wire.options.dtype)
+        options = self._wire.options
+        windows = self._wire.facts.window_bytes(options.kv_dtype or options.dtype)
         ledger = state.observed = state.observed or ObservedLedger(self.bytes_per_token, windows)
         ledger.begin(len(request.tokens))
         try:
@@ -408,6 +409,20 @@ def refuse_method(method: Method, facts: ModelFacts | None = None) -> None:
             f"{method.label} turns keys to their places in the cache, which is known for "
             f"{', '.join(TURNABLE)} with RoPE over whole heads: {reason}; "
             "use --set positions=logical or another preset"
+        )
+
+
+def refuse_quantised(argument: str, options: EngineOptions) -> None:
+    """Refuse rows that the plug-in cannot score or move, and two ways of asking for them."""
+    if not options.kv_dtype:
+        return
+    if argument in options.engine_args:
+        raise UsageError(f"--engine-arg {argument}: --kv-dtype {options.kv_dtype} says the same")
+    if options.method.name != "full":
+        raise UsageError(
+            f"--kv-dtype {options.kv_dtype}: the plug-in of {options.method.label} reads cached "
+            "rows, and cannot at lower precision; use --method full, or --engine embedded, which "
+            "simulates it"
         )
 
 
@@ -524,4 +539,4 @@ def run_server(engine: type[_Engine], wire: EngineWire, name: str, model_sha: st
     logs = home() / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     log = logs / f"{name}-{wire.folder.name}.log"
-    return engine(info, wire, log, facts.bytes_per_token(options.dtype))
+    return engine(info, wire, log, facts.bytes_per_token(options.kv_dtype or options.dtype))

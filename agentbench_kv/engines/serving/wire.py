@@ -19,6 +19,7 @@ import httpx
 from agentbench_kv.accounting import LayerReach
 from agentbench_kv.engines.base import EngineOptions, Sampling
 from agentbench_kv.engines.core.host import ALLOW_UNTESTED
+from agentbench_kv.engines.core.kv_dtype import KV_DTYPES
 from agentbench_kv.engines.core.ledger import WindowBytes
 from agentbench_kv.engines.core.policy import VARIABLE, BackendPolicy
 from agentbench_kv.engines.embedded.model import MOVING_ROPE, end_ids, free_memory, read_document
@@ -112,7 +113,10 @@ class ModelFacts:
         return self.stored_bytes * max(1, _BYTES[dtype] // _BYTES.get(self.stored_dtype, 4))
 
     def _layer_bytes(self, dtype: str) -> int:
-        return 2 * self.kv_heads * self.head_dim * _BYTES[dtype]
+        """Return bytes of a token in a layer; `dtype` may be a precision of cached rows."""
+        if dtype in _BYTES:
+            return 2 * self.kv_heads * self.head_dim * _BYTES[dtype]
+        return KV_DTYPES[dtype.partition("_")[0]].row_bytes(self.kv_heads, self.head_dim)
 
 
 def read_model(path: Path) -> ModelFacts:

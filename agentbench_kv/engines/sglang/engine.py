@@ -21,6 +21,7 @@ from agentbench_kv.engines.serving.engine import (
     check_context,
     check_folder,
     refuse_arguments,
+    refuse_quantised,
     start_server,
 )
 from agentbench_kv.engines.serving.process import ControlClient, Launch
@@ -81,6 +82,8 @@ def flags(
         "log-level": "info",
         "log-level-http": "warning",
     }
+    if options.kv_dtype:
+        arguments["kv-cache-dtype"] = options.kv_dtype
     tokens = options.max_live_tokens
     if tokens is None and room is not None:
         tokens = room.tokens
@@ -311,6 +314,7 @@ class SglangEngine(ServingEngine):
         frozenset({Capability.EVICT_SPANS, Capability.FORK}) | ServingEngine.capabilities
     )
     takes_arguments: ClassVar[bool] = True
+    kv_dtypes: ClassVar[tuple[str, ...]] = ("fp8_e4m3", "fp8_e5m2")
 
     _wire: SglangEngineWire
 
@@ -339,6 +343,8 @@ class SglangEngine(ServingEngine):
         gpu = named or (options.device == "auto" and pick_device("auto").type == "cuda")
         check_context(options, _CONTEXT, MARGIN)
         refuse_arguments("sglang", options, ("dp", "pp", "tp"))
+        cls.check_kv_dtype(options)
+        refuse_quantised("kv-cache-dtype", options)
         check_folder("sglang", options, lambda facts: _unsupported(facts, options, gpu=gpu))
 
     def close(self, session: str) -> KVStats:

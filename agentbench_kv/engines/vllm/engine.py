@@ -21,6 +21,7 @@ from agentbench_kv.engines.serving.engine import (
     check_context,
     check_folder,
     refuse_arguments,
+    refuse_quantised,
     start_server,
 )
 from agentbench_kv.engines.serving.process import Launch, listens
@@ -156,6 +157,8 @@ class VllmEngineWire(EngineWire):
             "generation-config": "vllm",
             "uvicorn-log-level": "warning",
         }
+        if options.kv_dtype:
+            arguments["kv-cache-dtype"] = _KV_DTYPES[options.kv_dtype]
         arguments |= self._memory()
         if not self.gpu:
             arguments["enforce-eager"] = None
@@ -238,6 +241,16 @@ def on_gpu(device: str) -> bool:
     return torch.cuda.is_available()
 
 
+# What `--kv-dtype` is called on its command line; per token and head in its Triton backend alone.
+_KV_DTYPES = {
+    "fp8": "fp8",
+    "fp8_e4m3": "fp8_e4m3",
+    "fp8_e5m2": "fp8_e5m2",
+    "int8": "int8_per_token_head",
+    "int4": "int4_per_token_head",
+}
+
+
 class VllmEngine(ServingEngine):
     """Sessions inside vLLM, whose blocks go back to its allocator when a method evicts.
 
@@ -246,6 +259,7 @@ class VllmEngine(ServingEngine):
     """
 
     takes_arguments: ClassVar[bool] = True
+    kv_dtypes: ClassVar[tuple[str, ...]] = tuple(_KV_DTYPES)
 
     @classmethod
     def create(cls, options: EngineOptions) -> Self:
@@ -266,6 +280,8 @@ class VllmEngine(ServingEngine):
         gpu = on_gpu(options.device)
         check_context(options, _CONTEXT)
         refuse_arguments("vllm", options, ("dp", "pp"))
+        cls.check_kv_dtype(options)
+        refuse_quantised("kv-cache-dtype", options)
         check_folder("vllm", options, lambda facts: _unsupported(facts, options, gpu=gpu))
 
 

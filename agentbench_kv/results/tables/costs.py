@@ -15,6 +15,8 @@ from agentbench_kv.results.tables.model import Cell, Column, Kind, Row, Table, U
 
 BEYOND = "beyond protected"
 COSTS = (
+    "MB: keys and values over all layers and heads, with scales and zero points at lower "
+    "precision; of runs that recorded it",
     "tokens per layer and KV head; KV read, prefilled and restored: mean of a session",
     f"{BEYOND}: the budget less the first tokens that the method must keep, median session",
     "failures: share of the trials that ended without a score, then trials by kind",
@@ -71,6 +73,10 @@ def _costs(runs: Sequence[Run]) -> dict[Column, Value]:
 
         return value
 
+    def megabytes(of: Callable[[KVSummary], float]) -> Value:
+        known = kv(of)
+        return lambda run: value / 1e6 if (value := known(run)) else None
+
     def failed(kind: str) -> Value:
         return lambda run: run.summary.failures.get(kind, 0)
 
@@ -89,6 +95,8 @@ def _costs(runs: Sequence[Run]) -> dict[Column, Value]:
     return {
         **({Column(BEYOND, Unit.TOKENS): beyond} if protects else {}),
         Column("trials", Unit.NUMBER): lambda run: run.summary.trials,
+        Column("peak live MB", Unit.MEGABYTES): megabytes(lambda a: a.median_peak_bytes),
+        Column("worst peak MB", Unit.MEGABYTES): megabytes(lambda a: a.max_peak_bytes),
         Column("peak live", Unit.TOKENS): kv(lambda a: a.median_peak_live),
         Column("worst peak", Unit.TOKENS): kv(lambda a: a.max_peak_live),
         Column("logical", Unit.TOKENS): kv(lambda a: a.median_logical),

@@ -24,6 +24,7 @@ class Unit(StrEnum):
     MEGABYTES = "MB"
     MILLISECONDS = "ms"
     RATE = "tokens/s"
+    PER_SECOND = "a second"
     RATIO = "ratio"
     NATS = "nats"
     NUMBER = "number"
@@ -157,6 +158,7 @@ _NUMBERS: dict[Unit, Callable[[float], str]] = {
     Unit.MEGABYTES: _decimals,
     Unit.MILLISECONDS: lambda value: f"{value:.2f}",
     Unit.RATE: _decimals,
+    Unit.PER_SECOND: lambda value: f"{value:.3g}",
     Unit.RATIO: lambda value: f"{value:.2f}",
     Unit.NATS: lambda value: f"{value:.4f}",
     Unit.NUMBER: lambda value: f"{value:,.10g}",

@@ -1,0 +1,116 @@
+"""`kvbench bench trace` and `bench serving --trace` from the command line to the tables."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+TRACE = [
+    {
+        "id": "a",
+        "start_s": 0.0,
+        "shared": [["system", 40]],
+        "calls": [
+            {"new_tokens": 90, "output_tokens": 6},
+            {"new_tokens": 30, "output_tokens": 5, "gap_s": 0.5},
+            {"new_tokens": 9, "output_tokens": 4, "fresh": True},
+        ],
+    },
+    {
+        "id": "b",
+        "start_s": 0.2,
+        "shared": [["system", 40]],
+        "calls": [{"new_tokens": 70, "output_tokens": 5}],
+    },
+]
+PROMPTS = 90 + 126 + 140 + 70
+HITS = 96 + 40 + 40
+SMALL = (
+    *("bench", "serving", "--trace", "t.jsonl", "--budget", "32", "--set", "interval=4"),
+    *("--set", "trigger=prefill+every", "--warmup", "1", "--repeats", "1", "--together"),
+    *("--time-scale", "0.1", "--goodput", "ttft:60000", "--goodput", "e2el:600000"),
+)
+
+
+def wrote(path: Path, rows: list[dict[str, object]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_a_trace_is_played_on_its_schedule_end_to_end(kvbench, tmp_path: Path) -> None:
+    wrote(tmp_path / "t.jsonl", TRACE)
+    done = kvbench(*SMALL, "--fixed-schedule", "--save-detailed", "--json")
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert document["plan"]["trace"]["prompt_tokens"] == PROMPTS
+    assert document["plan"]["trace"]["prefix_hits"] == pytest.approx(HITS / PROMPTS)
+    assert [cell["arm"] for cell in document["cells"]] == ["full", "full-constrained", "agentkv 32"]
+    for cell in document["cells"]:
+        figures = {name: value["point"] for name, value in cell["figures"].items()}
+        assert (cell["load"], cell["reasons"]) == ("schedule", [])
+        assert (figures["completed"], figures["total_output_tokens"]) == (4, 20)
+        assert figures["total_prompt_tokens"] == PROMPTS
+        assert figures["prefix_hit_bound"] == pytest.approx(HITS / PROMPTS)
+        # A session here shares nothing with another one.
+        assert figures["prefix_hit_rate"] == pytest.approx(96 / PROMPTS)
+        # No request is so slow: all are good, and so are both sessions.
+        assert figures["request_goodput"] == pytest.approx(4 / figures["duration"])
+        assert figures["session_goodput"] == pytest.approx(2 / figures["duration"])
+        assert {"median_ttft_first_ms", "median_ttft_later_ms"} <= figures.keys()
+    assert document["cells"][2]["kv"]["median_peak_live"] < 140
+    (path,) = (tmp_path / document["path"]).glob("rep01-full-t*.json")
+    requests = json.loads(path.read_text())["requests"]
+    a, again, fresh, b = requests
+    assert again["start"] >= a["start"] + a["latency_s"] + 0.05
+    assert fresh["new_tokens"] == 140
+    assert b["start"] >= 0.02
+
+    shown = kvbench("report", "runs", "--format", "markdown")
+    assert "serving, under load: t.jsonl, 2 sessions, micro, embedded" in shown.stdout
+    heading = next(line for line in shown.stdout.splitlines() if line.startswith("| load "))
+    first = [name.strip() for name in heading.split("|")[4:8]]
+    assert first == ["good sessions/s", "good requests/s", "TTFT turns 2+ ms", "p99"]
+    assert "its gaps and clock x 0.1" in shown.stdout
+
+
+def test_a_generated_trace_is_written_and_described(kvbench, tmp_path: Path) -> None:
+    done = kvbench("bench", "trace", "a.jsonl", "--sessions", "4", "--token-scale", "0.1", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["sessions"], found["form"]) == (4, "kvbench")
+    rows = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
+    assert sum(len(row["calls"]) for row in rows) == found["calls"]
+    again = kvbench("bench", "trace", "b.jsonl", "--from", "a.jsonl", "--sessions", "2")
+    assert again.returncode == 0, again.stderr
+    assert "2 sessions" in again.stdout
+    half = (tmp_path / "a.jsonl").read_text().splitlines()[:2]
+    assert (tmp_path / "b.jsonl").read_text().splitlines() == half
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--trace", "none.jsonl"], "cannot be read"),
+        (["--trace", "t.jsonl", "--shape", "1k/10"], "--shape is for sessions that are all alike"),
+        (["--trace", "t.jsonl", "--turns", "2"], "--turns is for sessions that are all alike"),
+        (["--trace", "t.jsonl", "--sessions", "9"], "t.jsonl has 2 sessions, not 9"),
+        (["--trace", "t.jsonl", "--think-time", "3"], "this trace has gaps of its own"),
+        (["--trace", "u.jsonl", "--fixed-schedule"], "does not say when its sessions begin"),
+        (["--fixed-schedule"], "--fixed-schedule is for a --trace"),
+        (["--time-scale", "2"], "--time-scale is for a --trace"),
+        (["--goodput", "ttft"], "expected KEY:MS with ttft, tpot, e2el"),
+        (["--goodput", "itl:5"], "expected KEY:MS"),
+        (["--goodput", "ttft:nan"], "expected KEY:MS"),
+        (["--goodput", "tpot:5", "--goodput", "tpot:6"], "tpot is given twice"),
+    ],
+)
+def test_what_cannot_be_played_is_one_line(
+    kvbench, tmp_path: Path, arguments: list[str], message: str
+) -> None:
+    wrote(tmp_path / "t.jsonl", TRACE)
+    wrote(tmp_path / "u.jsonl", [{"id": "a", "calls": TRACE[1]["calls"]}])
+    done = kvbench("bench", "serving", "--budget", "64", *arguments)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert message in line
