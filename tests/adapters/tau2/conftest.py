@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from agentbench_kv.adapters.tau2.task import V0, V1, Release, git_blob
+from agentbench_kv.adapters.tau2.task import V0, V1, Release, git_id
 
 ADDRESS = {
     "address1": "1 Long Road", "address2": "", "city": "Springfield", "country": "USA",
@@ -87,7 +87,7 @@ def write_made_data(root: Path, release: Release, monkeypatch: pytest.MonkeyPatc
         (retail / "split_tasks.json").write_text(json.dumps(base))
     for name in ("simulation_guidelines.md", "simulation_guidelines_tools.md"):
         (guidelines / name).write_text("Play a customer.")
-    blobs = {path.name: git_blob(path) for path in retail.iterdir()}
+    blobs = {path.name: git_id(path) for path in retail.iterdir()}
     monkeypatch.setitem(dict_of(release), "retail", blobs)
     monkeypatch.setenv("KVBENCH_DATA", str(root))
 
