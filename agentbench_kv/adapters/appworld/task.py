@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from agentbench_kv.adapters.base import Outcome, Sample, ScriptedAgent, TrialContext
 from agentbench_kv.adapters.data import data_file
 from agentbench_kv.adapters.worker import WorkerPool
-from agentbench_kv.adapters.worker_task import PlayedTrial, WorkerTask
+from agentbench_kv.adapters.worker_task import PlayedTrial, WorkerTask, step_metrics
 from agentbench_kv.environments import python_of
 from agentbench_kv.errors import PrerequisiteError
 from agentbench_kv.params import param
@@ -144,14 +144,8 @@ def data_sha256(data: Path) -> str:
 
 
 def _metrics(played: PlayedTrial) -> dict[str, Metric]:
-    steps, verdict = played["steps"], played["verdict"]
-    right = {"tests_right": len(verdict["passes"]), "tests_asked": verdict["num_tests"]}
-    return {
-        "steps": len(steps),
-        "calls": sum(step["calls"] for step in steps),
-        "api_calls": played["api_calls"],
-        "unparsable_calls": sum(step["unparsable"] for step in steps),
-        "truncated_answers": sum(step["finish_reason"] == "length" for step in steps),
-        "first_prompt_tokens": steps[0]["prompt_tokens"] if steps else None,
-        **({"difficulty": verdict["difficulty"], **right} if verdict else {}),
-    }
+    counted = {**step_metrics(played["steps"]), "api_calls": played["api_calls"]}
+    if verdict := played["verdict"]:
+        right = {"tests_right": len(verdict["passes"]), "tests_asked": verdict["num_tests"]}
+        counted |= {"difficulty": verdict["difficulty"], **right}
+    return counted

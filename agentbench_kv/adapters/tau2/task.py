@@ -22,7 +22,7 @@ from agentbench_kv.adapters.base import Outcome, Sample, ScriptedAgent, TrialCon
 from agentbench_kv.adapters.browser.judge import KEY_VARIABLE, Judge
 from agentbench_kv.adapters.data import data_file
 from agentbench_kv.adapters.worker import RemoteError, WorkerPool
-from agentbench_kv.adapters.worker_task import PlayedTrial, WorkerTask
+from agentbench_kv.adapters.worker_task import PlayedTrial, WorkerTask, step_metrics
 from agentbench_kv.environments import python_of
 from agentbench_kv.errors import PrerequisiteError, UsageError
 from agentbench_kv.params import param
@@ -245,15 +245,11 @@ def require_server(url: str, who: str, setting: str) -> None:
 
 
 def _metrics(played: PlayedTrial) -> dict[str, Metric]:
-    steps, verdict, user = played["steps"], played["verdict"], played["user"]
+    verdict, user = played["verdict"], played["user"]
     parts = verdict.get("reward_breakdown") or {}
     return {
-        "steps": len(steps),
+        **step_metrics(played["steps"]),
         "messages": len(played["trajectory"]),
-        "calls": sum(step["calls"] for step in steps),
-        "unparsable_calls": sum(step["unparsable"] for step in steps),
-        "truncated_answers": sum(step["finish_reason"] == "length" for step in steps),
-        "first_prompt_tokens": steps[0]["prompt_tokens"] if steps else None,
         "ended_by": verdict.get("ended_by"),
         **{f"reward_{name.lower()}": value for name, value in parts.items()},
         **{f"user_{name}": count for name, count in user.items()},

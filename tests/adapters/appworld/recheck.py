@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ os.environ["APPWORLD_ROOT"] = os.environ["APPWORLD_CACHE"] = sys.argv[1]
 from appworld import AppWorld
 
 
-def passes(played: dict[str, Any]) -> bool:
-    with AppWorld(task_id=played["task"], experiment_name="again") as world:
+def passes(number: int, played: dict[str, Any]) -> bool:
+    with AppWorld(task_id=played["task"], experiment_name=f"again-{number}") as world:
         for app, api, arguments in played["calls"]:
             with contextlib.suppress(Exception):  # as an agent reads of an error and goes on
                 world.apis[app][api](**arguments)
@@ -30,5 +31,6 @@ def passes(played: dict[str, Any]) -> bool:
 
 if __name__ == "__main__":
     recorded = json.loads(Path(sys.argv[2]).read_text(encoding="utf-8"))
-    found = [passes(each) for each in recorded]
+    with ProcessPoolExecutor(4) as several:
+        found = list(several.map(passes, range(len(recorded)), recorded))
     sys.stdout.write("\n" + json.dumps(found) + "\n")

@@ -6,13 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ...agent_client import (
-    AgentConnection,
-    Completion,
-    ContextFullError,
-    is_shallow,
-    unparsable,
-)
+from ...agent_client import AgentConnection, ChatHistory, ContextFullError, is_shallow
 from . import world
 
 if TYPE_CHECKING:
@@ -66,7 +60,7 @@ OFFERED: dict[str, Callable[[str], list[dict[str, Any]]]] = {
 }  # fmt: skip
 
 
-class Episode:
+class AppEpisode:
     """The history of a trial, and the world it changes."""
 
     def __init__(self, played: world.World, tools: list[dict[str, Any]]) -> None:
@@ -76,44 +70,25 @@ class Episode:
         rules = _RULES + (_HOW_TO_CALL if world.CALL_ANY in self.offered else "")
         about = {"name": f"{who.first_name} {who.last_name}", "email": who.email}
         about |= {"phone": who.phone_number, "date": f"{when:%A, %d %B %Y, %H:%M}"}
-        self.messages: list[dict[str, Any]] = [
+        self.history = ChatHistory([
             {"role": "system", "content": rules.format(**about)},
             {"role": "user", "content": played.task.instruction},
-        ]
-        self.steps: list[dict[str, Any]] = []
+        ])  # fmt: skip
 
     def go_on(self, line: AgentConnection, most: int) -> str:
         """Play until the agent stops; return the status, `scored` or why it is not to be scored."""
-        while len(self.steps) < most:
-            completion = line.chat(self.messages, self.tools)
-            self._note(completion)
-            if completion.finish_reason == "context_limit":
-                return "context_limit"
-            calls = completion.said.get("tool_calls") or ()
+        while len(self.history.steps) < most:
+            said = self.history.add(line.chat(self.history.messages, self.tools))
+            calls = said.get("tool_calls", ())
             if not calls:
                 return "scored"
             for call in calls:
                 answer = json.dumps(self._answer(call["function"]), ensure_ascii=False, default=str)
                 result = {"role": "tool", "tool_call_id": call.get("id") or "", "content": answer}
-                self.messages.append(result)
+                self.history.messages.append(result)
             if any(world.DONE in json.dumps(call) for call in calls) and self.world.completed():
                 return "scored"
         return "turn_limit"
-
-    def _note(self, completion: Completion) -> None:
-        answer, usage = completion.said, completion.usage
-        # The reasoning does not go back in the history: the server's session has it.
-        said = {"role": "assistant", "content": answer.get("content")}
-        if answer.get("tool_calls"):
-            said["tool_calls"] = answer["tool_calls"]
-        self.messages.append(said)
-        self.steps.append({
-            "calls": len(answer.get("tool_calls") or ()),
-            "unparsable": int(unparsable(completion)),
-            "finish_reason": completion.finish_reason,
-            "prompt_tokens": usage.get("prompt_tokens"),
-            "completion_tokens": usage.get("completion_tokens"),
-        })  # fmt: skip
 
     def _answer(self, function: dict[str, Any]) -> Any:
         name, arguments = function["name"], _arguments(function.get("arguments"))
@@ -146,7 +121,7 @@ def play(request: WorkerRequest) -> dict[str, Any]:
     args = request.args
     line = AgentConnection.of_trial(request)
     tools = OFFERED[args["apis"]](args["sample"])
-    episode = Episode(world.World(args["sample"]), tools)
+    episode = AppEpisode(world.World(args["sample"]), tools)
     error = None
     try:
         status = episode.go_on(line, args["max_steps"])
@@ -154,5 +129,6 @@ def play(request: WorkerRequest) -> dict[str, Any]:
         status, error = "context_limit", str(full)
     verdict = episode.world.verdict() if status == "scored" else {}
     score = float(verdict["success"]) if verdict else None
-    heard = {"agent": episode.messages, "steps": episode.steps, "api_calls": episode.world.calls}
+    history = episode.history
+    heard = {"agent": history.messages, "steps": history.steps, "api_calls": episode.world.calls}
     return {"status": status, "score": score, "error": error, "verdict": verdict, **heard}

@@ -26,7 +26,13 @@ from tau2.orchestrator.orchestrator import Orchestrator
 from tau2.registry import registry
 from tau2.user.user_simulator import UserSimulator
 
-from ...agent_client import AgentConnection, ContextFullError, address_of, is_shallow, unparsable
+from ...agent_client import (
+    AgentConnection,
+    ChatHistory,
+    ContextFullError,
+    address_of,
+    is_shallow,
+)
 from .patches import appoint
 
 # What agents and users are derived from, by the names that each release has.
@@ -60,9 +66,7 @@ class EndpointAgent(AgentBase):  # type: ignore[misc]  # tau2 has no types
 
     def __init__(self, policy: str, tools: Sequence[dict[str, Any]], line: AgentConnection) -> None:
         prompt = SYSTEM_PROMPT.format(domain_policy=policy, agent_instruction=AGENT_INSTRUCTION)
-        # The whole history in OpenAI form, and one record per answer.
-        self.messages: list[dict[str, Any]] = [{"role": "system", "content": prompt}]
-        self.steps: list[dict[str, Any]] = []
+        self.history = ChatHistory([{"role": "system", "content": prompt}])
         self._tools = tools
         self._line = line
 
@@ -76,23 +80,9 @@ class EndpointAgent(AgentBase):  # type: ignore[misc]  # tau2 has no types
 
     def generate_next_message(self, message: Any, state: None) -> tuple[AssistantMessage, None]:
         self._hear(message)
-        completion = self._line.chat(self.messages, self._tools)
-        answer, usage = completion.said, completion.usage
-        # The reasoning does not go back in the history: the server's session has it.
-        said = {"role": "assistant", "content": answer.get("content")}
-        if answer.get("tool_calls"):
-            said["tool_calls"] = answer["tool_calls"]
-        self.messages.append(said)
-        self.steps.append({
-            "calls": len(answer.get("tool_calls") or ()),
-            "unparsable": int(unparsable(completion)),
-            "finish_reason": completion.finish_reason,
-            "prompt_tokens": usage.get("prompt_tokens"),
-            "completion_tokens": usage.get("completion_tokens"),
-        })  # fmt: skip
-        if completion.finish_reason == "context_limit":
-            raise ContextFullError("the session reached the model's last position")
-        return _parsed(said, usage), state
+        completion = self._line.chat(self.history.messages, self._tools)
+        said = self.history.add(completion)
+        return _parsed(said, completion.usage), state
 
     def _hear(self, message: Any) -> None:
         if isinstance(message, MultiToolMessage):
@@ -101,10 +91,10 @@ class EndpointAgent(AgentBase):  # type: ignore[misc]  # tau2 has no types
         elif isinstance(message, ToolMessage):
             content = message.content or ""
             result = {"role": "tool", "tool_call_id": message.id, "content": content}
-            self.messages.append(result)
+            self.history.messages.append(result)
         else:
             role = "assistant" if isinstance(message, AssistantMessage) else "user"
-            self.messages.append({"role": role, "content": message.content})
+            self.history.messages.append({"role": role, "content": message.content})
 
 
 def _parsed(said: dict[str, Any], usage: dict[str, Any]) -> AssistantMessage:
@@ -305,7 +295,8 @@ class Domain:
         kept = {"role", "content", "tool_calls", "requestor", "error", "id"}
         plain = {"mode": "json", "include": kept, "exclude_none": True}
         said = [message.model_dump(**plain) for message in orchestrator.trajectory]
-        heard = {"steps": agent.steps, "agent": agent.messages, "user": user.usage}
+        history = agent.history
+        heard = {"steps": history.steps, "agent": history.messages, "user": user.usage}
         return {**ended, **heard, "trajectory": said}
 
     def _run(self, task: Any, orchestrator: Orchestrator) -> dict[str, Any]:
