@@ -270,6 +270,8 @@ import os, sys
 os.environ["APPWORLD_ROOT"] = os.environ["APPWORLD_CACHE"] = os.path.join(sys.prefix, "appworld")
 from appworld.install import install_package
 install_package()
+import appworld, compileall  # what pip does for all that it installs
+compileall.compile_dir(os.path.dirname(appworld.__file__), quiet=1)
 """
 
 APPWORLD_PROBE = """

@@ -145,8 +145,10 @@ def solution(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
     for recorded in recorded_calls(name):
         function, arguments = named(recorded)
         app = function.partition("__")[0]
-        if "access_token" in arguments:
-            arguments["access_token"] = tokens.get(app, arguments["access_token"])
+        # Some functions want another app's token, too: `file_system_access_token`.
+        for key in [each for each in arguments if each.endswith("access_token")]:
+            whose = key.removesuffix("access_token").rstrip("_") or app
+            arguments[key] = tokens.get(whose, arguments[key])
         answer = world.call(function, arguments)
         if isinstance(answer, dict) and "access_token" in answer:
             tokens[app] = answer["access_token"]
