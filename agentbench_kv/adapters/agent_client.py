@@ -9,7 +9,7 @@ import http.client
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
 
@@ -88,6 +88,35 @@ def address_of(url: str) -> tuple[str, int]:
 def base_url(url: str) -> str:
     """Return a server's URL with `/v1` at its end, which is optional where users name servers."""
     return url.rstrip("/").removesuffix("/v1") + "/v1"
+
+
+@dataclass
+class ChatHistory:
+    """The messages of a session over the chat route, which only grows, and a record per answer."""
+
+    messages: list[dict[str, Any]]
+    steps: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, completion: Completion) -> dict[str, Any]:
+        """Take in an answer; return the message that goes back with the next request.
+
+        Its reasoning does not go back: the server's session has it.
+        """
+        answer, usage = completion.said, completion.usage
+        said = {"role": "assistant", "content": answer.get("content")}
+        if answer.get("tool_calls"):
+            said["tool_calls"] = answer["tool_calls"]
+        self.messages.append(said)
+        self.steps.append({
+            "calls": len(answer.get("tool_calls") or ()),
+            "unparsable": int(unparsable(completion)),
+            "finish_reason": completion.finish_reason,
+            "prompt_tokens": usage.get("prompt_tokens"),
+            "completion_tokens": usage.get("completion_tokens"),
+        })  # fmt: skip
+        if completion.finish_reason == "context_limit":
+            raise ContextFullError("the session reached the model's last position")
+        return said
 
 
 class AgentConnection:

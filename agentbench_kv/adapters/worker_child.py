@@ -31,6 +31,7 @@ import zoneinfo
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
+from urllib.parse import unquote
 
 PROTOCOL = 1
 # Of an answer in bytes: sixteen of them are in the harness at a time.
@@ -44,7 +45,7 @@ _PROCESS_EVENTS = frozenset({
 _FILE_EVENTS = frozenset({
     "os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.truncate", "os.link", "os.symlink",
     "os.chmod", "os.chown", "os.utime", "os.setxattr", "os.removexattr", "shutil.rmtree",
-    "shutil.move", "shutil.copyfile", "sqlite3.connect",
+    "shutil.move", "shutil.copyfile",
 })  # fmt: skip
 _ADDRESS_EVENTS = frozenset({"socket.connect", "socket.bind", "socket.sendto", "socket.sendmsg"})
 _LOOKUP_EVENTS = frozenset({
@@ -112,6 +113,8 @@ class Guard:
             self._check_open(*args)
         elif event in _LIST_EVENTS:
             self._check_reading(args[0] if args else None)
+        elif event == "sqlite3.connect":
+            self._check_database(args[0])
         elif not self._any_network:
             self._check_network(event, args)
 
@@ -126,6 +129,18 @@ class Guard:
         real = os.path.realpath(os.fsdecode("." if path is None else path))
         if not any(real == each or real.startswith(each + os.sep) for each in self._folders):
             raise RefusedError(f"refused in this worker: reading {path!r}")
+
+    def _check_database(self, name: Any) -> None:
+        """Let a database be opened in memory, and for reading alone where files may be read."""
+        uri = os.fsdecode(name) if isinstance(name, (str, bytes, os.PathLike)) else ""
+        path, _, query = uri.removeprefix("file:").partition("?")
+        # SQLite would decode an escape, or take the last of two modes.
+        modes = [] if "%" in query else [e for e in query.split("&") if e.startswith("mode=")]
+        if uri == ":memory:" or (uri.startswith("file:") and modes == ["mode=memory"]):
+            return
+        if not uri.startswith("file:") or modes != ["mode=ro"]:
+            raise RefusedError(f"refused in this worker: opening the database {name!r}")
+        self._check_reading(unquote(path))
 
     def _check_network(self, event: str, args: tuple[Any, ...]) -> None:
         if event in _ADDRESS_EVENTS:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import threading
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from agentbench_kv.adapters.base import Outcome, Sample, Task, TrialContext
 from agentbench_kv.adapters.worker import Limits, TrialLimitError, WorkerError, WorkerPool
 from agentbench_kv.errors import PrerequisiteError, UsageError
-from agentbench_kv.results.records import TrialStatus
+from agentbench_kv.results.records import Metric, TrialStatus
 
 _LOCAL_COMMAND_S = 120.0
 PlayedTrial = dict[str, Any]  # what the worker's command `run` answers
@@ -105,3 +105,14 @@ class WorkerTask(Task):
             if self._started is None:
                 self._started = self._start()
             return self._started
+
+
+def step_metrics(steps: Sequence[Mapping[str, Any]]) -> dict[str, Metric]:
+    """Return what is counted over the answers of a session (`ChatHistory.steps`)."""
+    return {
+        "steps": len(steps),
+        "calls": sum(step["calls"] for step in steps),
+        "unparsable_calls": sum(step["unparsable"] for step in steps),
+        "truncated_answers": sum(step["finish_reason"] == "length" for step in steps),
+        "first_prompt_tokens": steps[0]["prompt_tokens"] if steps else None,
+    }

@@ -190,6 +190,8 @@ def build(profile: Profile, folder: Path, python: Path, report: Report, exported
     if profile.built is not None:
         wheel = wheel_of(profile.built, own, run, report)
         run((str(own), *_PIP, *_NO_DEPS, "--no-index", str(wheel)))
+    if profile.finish:
+        run((str(own), "-I", "-c", profile.finish))
     report("checking that it works")
     run((str(own), "-I", "-c", profile.probe))
     _write_marker(profile, folder, version, exported)

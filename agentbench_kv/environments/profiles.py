@@ -211,7 +211,7 @@ if found["Version"] != {installed!r}:
 from loguru import logger
 logger.remove()
 from tau2.registry import registry
-missing = {{"airline", "retail", "telecom"}} - set(registry.get_info().domains)
+missing = set({domains!r}) - set(registry.get_info().domains)
 if missing:
     raise SystemExit(f"tau2 lacks the domains {{sorted(missing)}}")
 """
@@ -264,6 +264,27 @@ if absent:
 import fastapi, msgspec, orjson, safetensors, tokenizers, transformers, uvicorn
 """
 
+# The package carries its apps packed, and unpacks them beside itself.
+APPWORLD_FINISH = """
+import os, sys
+os.environ["APPWORLD_ROOT"] = os.environ["APPWORLD_CACHE"] = os.path.join(sys.prefix, "appworld")
+from appworld.install import install_package
+install_package()
+import appworld, compileall  # what pip does for all that it installs
+compileall.compile_dir(os.path.dirname(appworld.__file__), quiet=1)
+"""
+
+APPWORLD_PROBE = """
+import importlib.metadata, importlib.util
+found = importlib.metadata.version("appworld")
+if found != "0.1.3.post1":
+    raise SystemExit(f"expected appworld 0.1.3.post1, found {found}")
+if importlib.util.find_spec("appworld.apps.spotify") is None:
+    raise SystemExit("appworld's apps are not unpacked; run: appworld install")
+import appworld.apps.spotify.apis
+import appworld.evaluator
+"""
+
 TAU2 = Repository(
     distribution="tau2",
     version="0.2.1-dev",
@@ -299,6 +320,7 @@ class Profile:
     probe: str  # Python source that fails unless the environment does its job
     source: Repository | None = None  # installed besides the lock, from a repository the user names
     built: BuiltWheel | None = None  # installed besides the lock, built from its source
+    finish: str = ""  # Python source that is run once, when everything is installed
 
     def lock_sha256(self) -> str:
         """Hash the pins, so that a changed lock gets a new folder."""
@@ -317,13 +339,14 @@ class Profile:
 
 
 _SUMMARIES = {
+    "appworld": "AppWorld 0.1.3: nine apps with 457 APIs, and tests of the state they are left in",
     "bfcl": "Berkeley Function-Calling Leaderboard v4: multi-turn loop, simulators, checker",
     "llamacpp": "llama.cpp through llama-cpp-python 0.3.36, built here for this processor",
     "vllm": "vLLM 0.32.0 on the CPU: the engine vllm",
     "vllm-cuda": "vLLM 0.32.0 on a GPU: the engine vllm (never built without one)",
     "sglang": "SGLang 0.5.12 on the CPU: the engine sglang (on a GPU: sglang==0.5.12)",
     "tau2": "tau2-bench v0.2.0: customer-service simulations (airline, retail, telecom)",
-    "tau2-v1": "tau2-bench v1.0.1: the same domains with other tasks; retail needs a judge",
+    "tau2-v1": "tau2-bench v1.0.1: the same domains with other tasks, and banking_knowledge",
     "graphiti": "graphiti 0.31.1 (the open core of Zep): a graph of facts in a file, no telemetry",
     "mem0": "Mem0 2.2.1 (open source): memories in a local vector store, no telemetry",
 }
@@ -336,19 +359,28 @@ def _profile(name: str, pythons: tuple[int, int], disk_mb: int, probe: str, **mo
     return Profile(name, _SUMMARIES[name], lock, (3, oldest), (3, newest), disk_mb, probe, **more)
 
 
-def _tau2_probe(source: Repository, installed: str) -> str:
-    return TAU2_PROBE.format(description=source.description, installed=installed)
+_DOMAINS = ("airline", "retail", "telecom")
+
+
+def _tau2_probe(source: Repository, installed: str, domains: tuple[str, ...]) -> str:
+    about = {"description": source.description, "installed": installed, "domains": domains}
+    return TAU2_PROBE.format(**about)
+
+
+_TAU2_V1_PROBE = _tau2_probe(TAU2_V1, TAU2_V1.version, (*_DOMAINS, "banking_knowledge"))
 
 
 _ALL = (
     _profile("bfcl", (11, 12), 500, BFCL_PROBE),
+    _profile("appworld", (11, 12), 600, APPWORLD_PROBE, finish=APPWORLD_FINISH),
     _profile("llamacpp", (11, 11), 2500, LLAMACPP_PROBE, built=LLAMACPP),
     _profile("vllm", (11, 11), 3500, VLLM_PROBE),
     _profile("vllm-cuda", (11, 13), 15000, VLLM_PROBE),
     _profile("sglang", (11, 11), 3500, SGLANG_PROBE),
     # As pip normalises the version.
-    _profile("tau2", (11, 12), 1200, _tau2_probe(TAU2, "0.2.1.dev0"), source=TAU2),
-    _profile("tau2-v1", (12, 13), 1000, _tau2_probe(TAU2_V1, TAU2_V1.version), source=TAU2_V1),
+    _profile("tau2", (11, 12), 1200, _tau2_probe(TAU2, "0.2.1.dev0", _DOMAINS), source=TAU2),
+    # rank_bm25 is the search of banking_knowledge, which imports it late.
+    _profile("tau2-v1", (12, 13), 1000, f"{_TAU2_V1_PROBE}import rank_bm25\n", source=TAU2_V1),
     _profile("graphiti", (11, 12), 600, GRAPHITI_PROBE),
     _profile("mem0", (11, 12), 600, MEM0_PROBE),
 )

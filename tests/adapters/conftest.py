@@ -1,10 +1,12 @@
-"""Agents whose calls are hostile, through the command line."""
+"""Agents whose calls are hostile, through the command line, and a server that says what it must."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -63,3 +65,69 @@ def bombed(
         return Played(records, shown, summary)
 
     return run
+
+
+class ChatServer:
+    """Answers every chat request with what `answer(body)` returns: (status, JSON or bytes).
+
+    `say(content, calls)` makes the JSON of a chat completion.
+    """
+
+    def __init__(self) -> None:
+        self.bodies: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+        self.answer: Callable[[dict[str, Any]], tuple[int, Any]] = lambda _: (200, say("Hello."))
+        self.say = say
+        self.retry_after = "0.05"
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
+        self._server.daemon_threads = True
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,))
+        self._thread.start()
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def _handler(chats) -> type[BaseHTTPRequestHandler]:  # noqa: N805
+        class Handler(BaseHTTPRequestHandler):
+            def log_message(self, *_: Any) -> None:
+                pass
+
+            def do_GET(self) -> None:
+                self._send(200, {"data": [{"id": "made-model"}]})
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                chats.bodies.append(body)
+                chats.headers.append(dict(self.headers))
+                self._send(*chats.answer(body))
+
+            def _send(self, status: int, content: Any) -> None:
+                raw = content if isinstance(content, bytes) else json.dumps(content).encode()
+                self.send_response(status)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(raw)))
+                self.send_header("Retry-After", chats.retry_after)
+                self.end_headers()
+                self.wfile.write(raw)
+
+        return Handler
+
+
+def say(content: str | None, calls: list[dict[str, Any]] | None = None) -> dict[str, Any]:
+    """Return the body of a chat completion."""
+    message = {"role": "assistant", "content": content, **({"tool_calls": calls} if calls else {})}
+    choice = {"index": 0, "message": message, "finish_reason": "stop"}
+    usage = {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10}
+    return {"id": "1", "object": "chat.completion", "created": 0, "model": "made-model",
+            "choices": [choice], "usage": usage}  # fmt: skip
+
+
+@pytest.fixture
+def chats() -> Iterator[ChatServer]:
+    """Run a chat server for the test."""
+    server = ChatServer()
+    yield server
+    server.close()

@@ -10,7 +10,8 @@ from typing import Any
 from agentbench_kv.adapters.base import Message
 from agentbench_kv.adapters.browser.answers import seal
 from agentbench_kv.adapters.browser.corpus import Document
-from agentbench_kv.adapters.browser.task import BrowsingQuestion, BrowsingTask
+from agentbench_kv.adapters.browser.questions import BrowsingQuestion
+from agentbench_kv.adapters.browser.task import BrowsingTask
 from agentbench_kv.adapters.data import data_file, file_sha256, json_rows
 from agentbench_kv.errors import UsageError
 
@@ -69,12 +70,14 @@ class BrowseCompPlusTest(BrowsingTask):
 
     name = "browsecomp-plus/test"
     summary = "BrowseComp-Plus: hard questions over its corpus; data from you"
+    file = FILE
 
     def questions(self) -> list[BrowsingQuestion]:
         return read_questions(self._file())
 
     def made_documents(self) -> list[Document]:
-        return read_evidence(self._file()) or super().made_documents()
+        found = [] if self._made else read_evidence(self._file())
+        return found or super().made_documents()
 
     def data_provenance(self) -> dict[str, Any]:
         return {"data_sha256": file_sha256(self._file()), "split": "all"}

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from agentbench_kv.adapters.browser.task import BrowsingQuestion, BrowsingTask
+from agentbench_kv.adapters.browser.questions import BrowsingQuestion
+from agentbench_kv.adapters.browser.task import BrowsingTask
 from agentbench_kv.adapters.data import data_file, file_sha256
 from agentbench_kv.errors import UsageError
 from agentbench_kv.params import param
@@ -64,6 +65,7 @@ class FramesTest(BrowsingTask):
 
     name = "frames/test"
     summary = "FRAMES: 824 multi-hop questions, browsing a corpus of yours"
+    file = FILE
     published_sha256: ClassVar[str | None] = SHA256
 
     split: str = param("all", "all 824, or kvbench-424: a choice of ours", choices=SPLITS)

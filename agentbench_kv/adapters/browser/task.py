@@ -35,6 +35,8 @@ from agentbench_kv.adapters.browser.browser import (
 )
 from agentbench_kv.adapters.browser.corpus import Corpus, Document, corpus_folder, pinned
 from agentbench_kv.adapters.browser.judge import EVALUATION, Judge
+from agentbench_kv.adapters.browser.questions import BrowsingQuestion, made_questions
+from agentbench_kv.adapters.data import data_folder
 from agentbench_kv.errors import ContextLimitError, PrerequisiteError, UsageError
 from agentbench_kv.params import param
 from agentbench_kv.results.records import Metric, TrialStatus
@@ -51,20 +53,11 @@ Final answer: <the answer, as short as possible>"""
 _End = tuple[TrialStatus, str | None]
 
 
-@dataclass(frozen=True)
-class BrowsingQuestion:
-    """One item of a benchmark."""
-
-    id: str
-    question: str
-    answer: str
-    pages: tuple[str, ...] = ()  # URLs or ids of the documents the answer is known to need
-
-
 @dataclass(kw_only=True, eq=False)
 class BrowsingTask(Task):
     """A ReAct loop over the local browser; the score is EM-norm, an LLM judge a second column."""
 
+    file: ClassVar[str]  # of the benchmark's questions, in the data folder
     synthetic: ClassVar[bool] = False
 
     corpus: str = param("", "imported corpus: a folder, or a name in the data folder")
@@ -157,7 +150,7 @@ class BrowsingTask(Task):
     def provenance(self) -> dict[str, Any]:
         return {
             "corpus": self._corpus.provenance(),
-            **self.data_provenance(),
+            **({"questions": "made"} if self._made else self.data_provenance()),
             "metric": "em_norm",
             "system_prompt_sha256": hashlib.sha256(_SYSTEM.encode()).hexdigest(),
             "judge": Judge.parse(self.judge).provenance() if self.judge else None,
@@ -165,7 +158,13 @@ class BrowsingTask(Task):
 
     @cached_property
     def _questions(self) -> dict[str, BrowsingQuestion]:
-        return {each.id: each for each in self.questions()}
+        found = made_questions() if self._made else self.questions()
+        return {each.id: each for each in found}
+
+    @cached_property
+    def _made(self) -> bool:
+        """Whether the questions are made, too: a synthetic task without the benchmark's file."""
+        return self.synthetic and not (data_folder() / self.file).exists()
 
     @cached_property
     def _corpus(self) -> Corpus:

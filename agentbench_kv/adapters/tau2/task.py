@@ -22,7 +22,7 @@ from agentbench_kv.adapters.base import Outcome, Sample, ScriptedAgent, TrialCon
 from agentbench_kv.adapters.browser.judge import KEY_VARIABLE, Judge
 from agentbench_kv.adapters.data import data_file
 from agentbench_kv.adapters.worker import RemoteError, WorkerPool
-from agentbench_kv.adapters.worker_task import PlayedTrial, WorkerTask
+from agentbench_kv.adapters.worker_task import PlayedTrial, WorkerTask, step_metrics
 from agentbench_kv.environments import python_of
 from agentbench_kv.errors import PrerequisiteError, UsageError
 from agentbench_kv.params import param
@@ -42,7 +42,7 @@ class Release:
     tag: str  # in its repository
     installed: str  # version of the distribution `tau2`
     data: str  # folder, among the user's data sets
-    # Domain -> file -> git's blob id at the tag: what `git hash-object FILE` prints.
+    # Domain -> file or folder -> git's id at the tag: what `git rev-parse TAG:PATH` prints.
     published: Mapping[str, Mapping[str, str]]
 
     @classmethod
@@ -51,10 +51,12 @@ class Release:
         with Path(__file__).with_name("published.csv").open(encoding="utf-8", newline="") as table:
             for row in csv.DictReader(table):
                 if row["release"] == tag:
-                    published.setdefault(row["domain"], {})[row["file"]] = row["git_blob"]
+                    published.setdefault(row["domain"], {})[row["file"]] = row["git_id"]
         return cls(tag, installed, f"tau2_{tag}", published)
 
 
+# Those of the benchmark's configurations of retrieval that run offline, by its own names.
+RETRIEVAL = ("bm25", "bm25_grep", "grep_only", "full_kb", "golden_retrieval", "no_knowledge")
 V0 = Release.of("v0.2.0", "0.2.1.dev0")
 V1 = Release.of("v1.0.1", "1.0.1")
 
@@ -73,12 +75,13 @@ def require_data(release: Release, domain: str) -> Path:
         data_file(f"{release.data}/tau2/user_simulator/{name}", None, hint)
     for name, blob in release.published[domain].items():
         path = data_file(f"{release.data}/tau2/domains/{domain}/{name}", None, hint)
-        found = git_blob(path)
+        found = git_id(path)
         # Another database is allowed, because the airline's had to be rebuilt in some copies;
         # `data_state` tells it.
         if found != blob and Path(name).stem not in ("db", "user_db"):
             raise PrerequisiteError(
-                f"{path} is not the published file: git blob {found[:12]}, expected {blob[:12]}; "
+                f"{path} is not the published {'folder' if path.is_dir() else 'file'}: "
+                f"git id {found[:12]}, expected {blob[:12]}; "
                 f"{hint}"
             )
     return root
@@ -88,14 +91,26 @@ def data_state(release: Release, domain: str, root: Path) -> dict[str, Any]:
     """Return the hash of every file in use, and which ones are not the published ones."""
     folder = root / "tau2" / "domains" / domain
     published = release.published[domain]
-    found = {name: git_blob(folder / name) for name in published}
+    found = {name: git_id(folder / name) for name in published}
     other = sorted(name for name, blob in published.items() if found[name] != blob)
     return {"data_git_blobs": found, "data_not_as_published": other}
 
 
-def git_blob(path: Path) -> str:
-    content = path.read_bytes()
-    return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
+def git_id(path: Path) -> str:
+    """Return the id that git gives to a file, or to a folder of plain files and folders."""
+    if path.is_file():
+        kind, content = b"blob", path.read_bytes()
+    else:
+        # Git sorts a folder as if its name ended with a slash.
+        entries = sorted(path.iterdir(), key=lambda each: each.name + "/" * each.is_dir())
+        modes = {each: b"40000" if each.is_dir() else b"100644" for each in entries}
+        kind = b"tree"
+        content = b"".join(
+            b"%b %b\0%b" % (mode, each.name.encode(), bytes.fromhex(git_id(each)))
+            for each, mode in modes.items()
+        )
+    packed = b"%b %d\0%b" % (kind, len(content), content)
+    return hashlib.sha1(packed, usedforsecurity=False).hexdigest()
 
 
 @dataclass(kw_only=True)
@@ -157,8 +172,13 @@ class Simulations(WorkerTask):
             "KVBENCH_TAU2_NETWORK": "any" if self.user == "litellm" else "named",
             "LITELLM_LOCAL_MODEL_COST_MAP": "True",
         }
+        environment |= self._more_environment()
         python = python_of(self.environment)
         return WorkerPool(python, _WORKER, environment=environment, limits=self._limits())
+
+    def _more_environment(self) -> dict[str, str]:
+        """Return variables that only this domain's worker reads."""
+        return {}
 
     def _require_partners(self) -> None:
         if self.user == SCRIPTED:
@@ -225,15 +245,11 @@ def require_server(url: str, who: str, setting: str) -> None:
 
 
 def _metrics(played: PlayedTrial) -> dict[str, Metric]:
-    steps, verdict, user = played["steps"], played["verdict"], played["user"]
+    verdict, user = played["verdict"], played["user"]
     parts = verdict.get("reward_breakdown") or {}
     return {
-        "steps": len(steps),
+        **step_metrics(played["steps"]),
         "messages": len(played["trajectory"]),
-        "calls": sum(step["calls"] for step in steps),
-        "unparsable_calls": sum(step["unparsable"] for step in steps),
-        "truncated_answers": sum(step["finish_reason"] == "length" for step in steps),
-        "first_prompt_tokens": steps[0]["prompt_tokens"] if steps else None,
         "ended_by": verdict.get("ended_by"),
         **{f"reward_{name.lower()}": value for name, value in parts.items()},
         **{f"user_{name}": count for name, count in user.items()},
@@ -251,7 +267,7 @@ class SimulationsV1(Simulations):
 
     judge: str = param(
         SCRIPTED,
-        "who judges assertions about the conversation (retail): URL|MODEL of an "
+        "who judges assertions about the conversation, where there are any: URL|MODEL of an "
         "OpenAI-compatible server, or scripted (agrees to everything; for tests)",
     )
 
@@ -302,3 +318,24 @@ class TelecomV1(SimulationsV1):
     summary = "tau2-bench v1.0.1, telecom: 114 simulations; not tau2/telecom"
     domain = "telecom"
     corrupt_score = 0.0
+
+
+@dataclass(kw_only=True)
+class BankingKnowledge(SimulationsV1):
+    """97 simulations in which the agent must find the rules and its tools in 698 documents."""
+
+    name = "tau2-v1/banking_knowledge"
+    summary = "tau2-bench v1.0.1, banking_knowledge: 97 simulations, rules in 698 documents"
+    domain = "banking_knowledge"
+    judged = True  # one of the 97
+
+    retrieval: str = param(
+        "bm25",
+        "how the agent reaches the documents: bm25, bm25_grep or grep_only (tools that search), "
+        "full_kb (all in its prompt), golden_retrieval (those that the task needs in its prompt), "
+        "no_knowledge (not at all); the benchmark's other ways need a provider or a sandbox",
+        choices=RETRIEVAL,
+    )
+
+    def _more_environment(self) -> dict[str, str]:
+        return {"KVBENCH_TAU2_RETRIEVAL": self.retrieval}

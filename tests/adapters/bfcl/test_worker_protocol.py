@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from agentbench_kv.adapters import worker_child
 from agentbench_kv.adapters.worker import (
     Limits,
     RemoteError,
@@ -324,3 +325,31 @@ def test_a_pool_that_nobody_closed_leaves_no_folder(tmp_path):
     ended = subprocess.run(words, env=environment, capture_output=True, check=False)
     assert b"KeyboardInterrupt" in ended.stderr
     assert not list(tmp_path.glob("kvbench-worker-*"))
+
+
+@pytest.mark.parametrize(
+    ("database", "allowed"),
+    [
+        (":memory:", True),
+        ("file:any/name.db?mode=memory&cache=shared", True),
+        ("file:{known}?mode=ro", True),
+        ("{known}", False),
+        ("file:{known}", False),
+        ("file:{known}?mode=rw", False),
+        ("file:{known}?mode=ro&mode=rwc", False),
+        ("file:{known}?mode=ro&%6dode=rwc", False),
+        ("file:{secret}?mode=ro", False),
+        ("file:{known}/..%2F{secret}?mode=ro", False),
+        ("", False),
+    ],
+)
+def test_guard_opens_databases_in_memory_or_for_reading(tmp_path, database, allowed):
+    guard = worker_child.Guard()
+    known, secret = tmp_path / "known.db", tmp_path.parent / "secret.db"
+    guard._folders = (str(known),)
+    name = database.format(known=known, secret=secret)
+    if allowed:
+        guard._check_database(name)
+    else:
+        with pytest.raises(worker_child.RefusedError, match="refused in this worker"):
+            guard._check_database(name)

@@ -171,8 +171,27 @@ def test_missing_empty_and_wrong_data(data: Path, task: str) -> None:
     with pytest.raises(UsageError, match="holds no question"):
         load_task(task).create({}).samples(None, 0)
     (data / name).unlink()
+    real_corpus(data)
     with pytest.raises(PrerequisiteError, match=rf"no {name} in .* then set KVBENCH_DATA"):
-        load_task(task).create({}).samples(None, 0)
+        load_task(task.replace("synthetic", "test")).create({"corpus": "mine"}).samples(None, 0)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_synthetic_tasks_need_no_data_at_all(
+    tmp_path: Path, play: Play, monkeypatch: pytest.MonkeyPatch, task: str
+) -> None:
+    monkeypatch.setenv("KVBENCH_DATA", str(tmp_path / "nothing"))
+    run, gold = play(task, "gold")
+    assert {record.sample_id for record in gold} == {f"made-{i}" for i in range(24)}
+    assert {record.score for record in gold} == {1.0}
+    assert all(r.metrics["pages_right"] == r.metrics["pages_asked"] == 2 for r in gold)
+    about = run.info.provenance["task"]
+    assert about["questions"] == "made"
+    assert "data_sha256" not in about
+    _, corrupt = play(task, "corrupt")
+    assert {record.score for record in corrupt} == {0.0}
+    first, again = (load_task(task).create({}).samples(None, 0) for _ in range(2))
+    assert first == again
 
 
 def test_another_file_than_the_published_one(

@@ -1,17 +1,14 @@
-"""Made data in the form of tau2-bench's retail domain, and a chat server that says what it must."""
+"""Made data in the form of tau2-bench's retail domain."""
 
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from agentbench_kv.adapters.tau2.task import V0, V1, Release, git_blob
+from agentbench_kv.adapters.tau2.task import V0, V1, Release, git_id
 
 ADDRESS = {
     "address1": "1 Long Road", "address2": "", "city": "Springfield", "country": "USA",
@@ -87,7 +84,7 @@ def write_made_data(root: Path, release: Release, monkeypatch: pytest.MonkeyPatc
         (retail / "split_tasks.json").write_text(json.dumps(base))
     for name in ("simulation_guidelines.md", "simulation_guidelines_tools.md"):
         (guidelines / name).write_text("Play a customer.")
-    blobs = {path.name: git_blob(path) for path in retail.iterdir()}
+    blobs = {path.name: git_id(path) for path in retail.iterdir()}
     monkeypatch.setitem(dict_of(release), "retail", blobs)
     monkeypatch.setenv("KVBENCH_DATA", str(root))
 
@@ -110,69 +107,3 @@ def made_data_v1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Write a small retail domain of v1.0.1, two tasks of which are judged."""
     write_made_data(tmp_path / "data", V1, monkeypatch)
     return tmp_path / "data"
-
-
-class ChatServer:
-    """Answers every chat request with what `answer(body)` returns: (status, JSON or bytes).
-
-    `say(content, calls)` makes the JSON of a chat completion.
-    """
-
-    def __init__(self) -> None:
-        self.bodies: list[dict[str, Any]] = []
-        self.headers: list[dict[str, str]] = []
-        self.answer: Callable[[dict[str, Any]], tuple[int, Any]] = lambda _: (200, say("Hello."))
-        self.say = say
-        self.retry_after = "0.05"
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
-        self._server.daemon_threads = True
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,))
-        self._thread.start()
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
-
-    def _handler(chats) -> type[BaseHTTPRequestHandler]:  # noqa: N805
-        class Handler(BaseHTTPRequestHandler):
-            def log_message(self, *_: Any) -> None:
-                pass
-
-            def do_GET(self) -> None:
-                self._send(200, {"data": [{"id": "made-model"}]})
-
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                chats.bodies.append(body)
-                chats.headers.append(dict(self.headers))
-                self._send(*chats.answer(body))
-
-            def _send(self, status: int, content: Any) -> None:
-                raw = content if isinstance(content, bytes) else json.dumps(content).encode()
-                self.send_response(status)
-                self.send_header("Content-Type", "application/json")
-                self.send_header("Content-Length", str(len(raw)))
-                self.send_header("Retry-After", chats.retry_after)
-                self.end_headers()
-                self.wfile.write(raw)
-
-        return Handler
-
-
-def say(content: str | None, calls: list[dict[str, Any]] | None = None) -> dict[str, Any]:
-    """Return the body of a chat completion."""
-    message = {"role": "assistant", "content": content, **({"tool_calls": calls} if calls else {})}
-    choice = {"index": 0, "message": message, "finish_reason": "stop"}
-    usage = {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10}
-    return {"id": "1", "object": "chat.completion", "created": 0, "model": "made-model",
-            "choices": [choice], "usage": usage}  # fmt: skip
-
-
-@pytest.fixture
-def chats() -> Iterator[ChatServer]:
-    """Run a chat server for the test."""
-    server = ChatServer()
-    yield server
-    server.close()

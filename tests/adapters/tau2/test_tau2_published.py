@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from agentbench_kv.adapters.tau2.task import V0, V1, data_state, git_blob, require_data
+from agentbench_kv.adapters.tau2.task import V0, V1, data_state, git_id, require_data
 from agentbench_kv.errors import PrerequisiteError
 
 
@@ -18,7 +20,22 @@ def test_a_blob_id_is_gits(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("what is up, doc?")
     # The example in the book "Pro Git".
-    assert git_blob(path) == "bd9dbf5aae1a3862dd1526723246b20206e5fc37"
+    assert git_id(path) == "bd9dbf5aae1a3862dd1526723246b20206e5fc37"
+
+
+def test_a_folders_id_is_gits(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    # A folder sorts as if its name ended with a slash: after `a.txt` and before `a0`.
+    for name in ("a.txt", "a/one", "a/two", "a0", "B"):
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(name)
+    git = ("git", "-c", "init.defaultBranch=main", "-C", str(folder))
+    for command in (("init", "-q"), ("add", ".")):
+        subprocess.run((*git, *command), check=True)
+    wanted = subprocess.run((*git, "write-tree"), check=True, capture_output=True, text=True).stdout
+    shutil.rmtree(folder / ".git")
+    assert git_id(folder) == wanted.strip()
 
 
 def test_published_data_is_taken(made_data: Path) -> None:
@@ -44,7 +61,7 @@ def test_a_missing_file_is_named(made_data: Path) -> None:
 @pytest.mark.parametrize("name", ["tasks.json", "policy.md"])
 def test_other_tasks_and_policies_are_refused(made_data: Path, name: str) -> None:
     retail_file(made_data, name).write_text("another")
-    with pytest.raises(PrerequisiteError, match="is not the published file: git blob"):
+    with pytest.raises(PrerequisiteError, match="is not the published file: git id"):
         require_data(V0, "retail")
 
 
@@ -57,10 +74,10 @@ def test_another_database_is_allowed_and_told(made_data: Path) -> None:
 
 def test_the_releases_share_no_task_and_no_folder() -> None:
     assert V0.data != V1.data
-    assert set(V0.published) == set(V1.published)
-    for domain, blobs in V1.published.items():
-        assert blobs["tasks.json"] != V0.published[domain]["tasks.json"]
-        assert "split_tasks.json" in blobs
+    assert set(V1.published) - set(V0.published) == {"banking_knowledge"}
+    for domain, files in V0.published.items():
+        assert V1.published[domain]["tasks.json"] != files["tasks.json"]
+        assert "split_tasks.json" in V1.published[domain]
 
 
 @pytest.mark.usefixtures("made_data")

@@ -17,6 +17,7 @@ from agentbench_kv.adapters.tau2.task import (
     V1,
     Airline,
     AirlineV1,
+    BankingKnowledge,
     Retail,
     RetailV1,
     Telecom,
@@ -216,10 +217,10 @@ def test_another_release_is_refused(
     require_tau2_bench(wanted)
 
 
-def test_three_domains_of_each_release() -> None:
+def test_the_domains_of_each_release() -> None:
     for release, prefix, classes in (
         (V0, "tau2/", (Airline, Retail, Telecom)),
-        (V1, "tau2-v1/", (AirlineV1, RetailV1, TelecomV1)),
+        (V1, "tau2-v1/", (AirlineV1, RetailV1, TelecomV1, BankingKnowledge)),
     ):
         assert {cls.name for cls in classes} == {f"{prefix}{cls.domain}" for cls in classes}
         assert {cls.domain for cls in classes} == set(release.published)
@@ -263,3 +264,14 @@ def test_a_judge_that_is_gone_ends_the_run_and_one_that_fails_does_not(chats: An
         play(failure, gone)
     with pytest.raises(PrerequisiteError, match="--set judge='URL"):
         gone.samples(None, 0)
+
+
+def test_how_documents_are_reached_is_a_setting_of_one_domain() -> None:
+    assert BankingKnowledge.create({"retrieval": "full_kb"}).settings()["retrieval"] == "full_kb"
+    assert BankingKnowledge().settings()["retrieval"] == "bm25"
+    # The benchmark's default asks a provider for embeddings.
+    with pytest.raises(UsageError, match="retrieval=alltools"):
+        BankingKnowledge.create({"retrieval": "alltools"})
+    assert "retrieval" not in RetailV1.parameters()
+    with pytest.raises(UsageError, match="agrees to everything"):
+        BankingKnowledge(user="litellm", user_model="m").samples(None, 0)

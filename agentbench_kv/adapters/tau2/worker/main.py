@@ -48,7 +48,12 @@ def setup(guard: Any) -> dict[str, Callable[[Any], Any]]:
     from .simulation import Domain
 
     keep_parsed()
-    domain = Domain(os.environ["KVBENCH_TAU2_DOMAIN"])
+    if retrieval := os.environ.get("KVBENCH_TAU2_RETRIEVAL"):
+        from .banking import Banking
+
+        domain: Domain = Banking(retrieval)
+    else:
+        domain = Domain(os.environ["KVBENCH_TAU2_DOMAIN"])
     sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115
     any_network = os.environ["KVBENCH_TAU2_NETWORK"] == "any"
     guard.install(os.environ["TAU2_DATA_DIR"], Path.cwd(), any_network=any_network)

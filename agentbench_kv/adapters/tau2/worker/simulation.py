@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,13 @@ from tau2.orchestrator.orchestrator import Orchestrator
 from tau2.registry import registry
 from tau2.user.user_simulator import UserSimulator
 
-from ...agent_client import AgentConnection, ContextFullError, address_of, is_shallow, unparsable
+from ...agent_client import (
+    AgentConnection,
+    ChatHistory,
+    ContextFullError,
+    address_of,
+    is_shallow,
+)
 from .patches import appoint
 
 # What agents and users are derived from, by the names that each release has.
@@ -41,6 +48,7 @@ except ImportError:  # v0.2.0
 if TYPE_CHECKING:
     from agentbench_kv.adapters.worker_child import WorkerRequest
 
+_ENDINGS = re.compile("###[A-Z-]+###")
 _RETRIES = 3
 _USER_WAIT_S = 120.0
 _MAX_ERRORS = 10
@@ -58,9 +66,7 @@ class EndpointAgent(AgentBase):  # type: ignore[misc]  # tau2 has no types
 
     def __init__(self, policy: str, tools: Sequence[dict[str, Any]], line: AgentConnection) -> None:
         prompt = SYSTEM_PROMPT.format(domain_policy=policy, agent_instruction=AGENT_INSTRUCTION)
-        # The whole history in OpenAI form, and one record per answer.
-        self.messages: list[dict[str, Any]] = [{"role": "system", "content": prompt}]
-        self.steps: list[dict[str, Any]] = []
+        self.history = ChatHistory([{"role": "system", "content": prompt}])
         self._tools = tools
         self._line = line
 
@@ -74,23 +80,9 @@ class EndpointAgent(AgentBase):  # type: ignore[misc]  # tau2 has no types
 
     def generate_next_message(self, message: Any, state: None) -> tuple[AssistantMessage, None]:
         self._hear(message)
-        completion = self._line.chat(self.messages, self._tools)
-        answer, usage = completion.said, completion.usage
-        # The reasoning does not go back in the history: the server's session has it.
-        said = {"role": "assistant", "content": answer.get("content")}
-        if answer.get("tool_calls"):
-            said["tool_calls"] = answer["tool_calls"]
-        self.messages.append(said)
-        self.steps.append({
-            "calls": len(answer.get("tool_calls") or ()),
-            "unparsable": int(unparsable(completion)),
-            "finish_reason": completion.finish_reason,
-            "prompt_tokens": usage.get("prompt_tokens"),
-            "completion_tokens": usage.get("completion_tokens"),
-        })  # fmt: skip
-        if completion.finish_reason == "context_limit":
-            raise ContextFullError("the session reached the model's last position")
-        return _parsed(said, usage), state
+        completion = self._line.chat(self.history.messages, self._tools)
+        said = self.history.add(completion)
+        return _parsed(said, completion.usage), state
 
     def _hear(self, message: Any) -> None:
         if isinstance(message, MultiToolMessage):
@@ -99,10 +91,10 @@ class EndpointAgent(AgentBase):  # type: ignore[misc]  # tau2 has no types
         elif isinstance(message, ToolMessage):
             content = message.content or ""
             result = {"role": "tool", "tool_call_id": message.id, "content": content}
-            self.messages.append(result)
+            self.history.messages.append(result)
         else:
             role = "assistant" if isinstance(message, AssistantMessage) else "user"
-            self.messages.append({"role": role, "content": message.content})
+            self.history.messages.append({"role": role, "content": message.content})
 
 
 def _parsed(said: dict[str, Any], usage: dict[str, Any]) -> AssistantMessage:
@@ -162,7 +154,9 @@ class ScriptedUser(UserBase):  # type: ignore[misc]  # tau2 has no types
     ) -> tuple[UserMessage, UserState]:
         if not self._greeted:
             self._greeted = True
-            return _says(str(self.instructions) or "Hello."), state
+            # Some scenarios tell the user what to end with, which would end it at once.
+            stated = _ENDINGS.sub("the end", str(self.instructions))
+            return _says(stated or "Hello."), state
         if isinstance(message, (ToolMessage, MultiToolMessage)):
             return _says("Done."), state
         if self._pending and self._pending[0].name in (message.content or ""):
@@ -227,18 +221,25 @@ class Domain:
         self._name = name
         # In the official order.
         self._tasks = {task.id: task for task in registry.get_tasks_loader(name)()}
-        environment = self._environment()
-        self._policy: str = environment.get_policy()
-        self._tools = [tool.openai_schema for tool in environment.get_tools()]  # the agent's
-        self._user_tools = environment.get_user_tools() if environment.user_tools else None
+        # Made before the first fork, so that all share what it loads.
+        environment = self._environment(self.options(None))
+        self._about = {
+            "tau2": importlib.metadata.version("tau2"),
+            "domain": name,
+            "policy_characters": len(environment.get_policy()),
+            "tools": len(environment.get_tools()),
+        }
 
     def about(self, _: WorkerRequest) -> dict[str, Any]:
-        return {
-            "tau2": importlib.metadata.version("tau2"),
-            "domain": self._name,
-            "policy_characters": len(self._policy),
-            "tools": len(self._tools),
-        }
+        return self._about
+
+    def options(self, task: Any) -> dict[str, Any]:  # noqa: ARG002
+        """Return what the environment of a task is made with; of no task if None."""
+        return {}
+
+    def user_tools(self, made: Any, task: Any) -> list[Any] | None:  # noqa: ARG002
+        """Return the tools of the one who plays the user."""
+        return made.get_user_tools() if made.user_tools else None
 
     def samples(self, _: WorkerRequest) -> list[str]:
         return list(self._tasks)
@@ -262,36 +263,40 @@ class Domain:
         plain: dict[str, Any] = json.loads(json.dumps(self._play(request), default=str))
         return plain
 
-    def _environment(self) -> Any:
-        return registry.get_env_constructor(self._name)()
+    def _environment(self, options: dict[str, Any]) -> Any:
+        return registry.get_env_constructor(self._name)(**options)
 
     def _play(self, request: WorkerRequest) -> dict[str, Any]:
         args = request.args
         task, timeout_s = self._tasks[args["sample"]], args["timeout_s"]
         line = AgentConnection.of_trial(request, session_id=args["session"])
-        agent = EndpointAgent(self._policy, self._tools, line)
+        environment = self._environment(self.options(task))
+        tools = [tool.openai_schema for tool in environment.get_tools()]
+        agent = EndpointAgent(environment.get_policy(), tools, line)
         user: ScriptedUser | SimulatedUser
         scenario = str(task.user_scenario)
         if args["user"]["kind"] == "scripted":
             user = ScriptedUser(scenario, task.evaluation_criteria.actions or [])
         else:
             wait_s = min(_USER_WAIT_S, timeout_s)
-            user = SimulatedUser(scenario, self._user_tools, args["user"], wait_s)
+            user = SimulatedUser(scenario, self.user_tools(environment, task), args["user"], wait_s)
         orchestrator = Orchestrator(
             domain=self._name,
             agent=agent,
             user=user,
-            environment=self._environment(),
+            environment=environment,
             task=task,
             max_steps=args["max_steps"],
             max_errors=_MAX_ERRORS,
             seed=args["sampling"]["seed"],
         )
         ended = self._run(task, orchestrator)
-        kept = {"role", "content", "tool_calls", "requestor", "error"}
+        # All that the benchmark's checker reads, so that a verdict can be checked again.
+        kept = {"role", "content", "tool_calls", "requestor", "error", "id"}
         plain = {"mode": "json", "include": kept, "exclude_none": True}
         said = [message.model_dump(**plain) for message in orchestrator.trajectory]
-        heard = {"steps": agent.steps, "agent": agent.messages, "user": user.usage}
+        history = agent.history
+        heard = {"steps": history.steps, "agent": history.messages, "user": user.usage}
         return {**ended, **heard, "trajectory": said}
 
     def _run(self, task: Any, orchestrator: Orchestrator) -> dict[str, Any]:
@@ -303,6 +308,8 @@ class Domain:
         if reason is TerminationReason.MAX_STEPS:
             return _unscored("turn_limit", f"not done after {orchestrator.max_steps} steps")
         how = {"evaluation_type": EvaluationType.ALL, "solo_mode": False, "domain": self._name}
+        if options := self.options(task):  # only v1.x can be told
+            how["env_kwargs"] = options
         checked = evaluate_simulation(simulation=simulation, task=task, **how)
         verdict = {"ended_by": reason.value, **checked.model_dump(mode="json")}
         return {"status": "scored", "score": checked.reward, "verdict": verdict, "error": None}

@@ -1,0 +1,1 @@
+"""What runs in AppWorld's own environment."""
