@@ -160,9 +160,7 @@ class RemotePlace(Place):
         self._stage(run, lease.number, folder)
         number = str(lease.number).encode()
         if not self._objects.create(f"{PUBLISHED}/{run}", number):
-            raise RunLostError(
-                f"run {run} was published by another worker, which counts"
-            )
+            raise RunLostError(f"run {run} was published by another worker, which counts")
         self._finish(run, lease.number)
 
     def _finished(self, run: str, number: int, folder: Path) -> Summary:

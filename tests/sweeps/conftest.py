@@ -58,13 +58,13 @@ class ForkExecutor(Executor):
         self.logs = logs
         self.workers: list[ForkedWorker] = []
 
-    def start(self, order: Order) -> Handle:
+    def start(self, order: Order) -> ForkedWorker:
         self.workers.append(ForkedWorker(order, self.logs / f"{order.worker}.log"))
         return self.workers[-1]
 
 
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Look often, so that tests need not wait; and ask git for the commit once, not every run."""
     monkeypatch.setattr(worker, "LOOK_S", 0.05)
     monkeypatch.setattr(supervise, "POLL_S", 0.05)
@@ -74,7 +74,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def fork(tmp_path: Path, quick: None) -> ForkExecutor:  # noqa: ARG001
+def fork(tmp_path: Path) -> ForkExecutor:
     return ForkExecutor(tmp_path)
 
 
@@ -111,9 +111,13 @@ def all_figures(out: Path, jobs: Sequence[Job]) -> dict[str, Any]:
 
 
 @pytest.fixture
-def sequential(
-    tmp_path: Path, quick: None  # noqa: ARG001
-) -> Callable[..., dict[str, Any]]:
+def played() -> Callable[..., dict[str, Any]]:
+    """Return a function that returns the figures of runs; each trial must be there once."""
+    return all_figures
+
+
+@pytest.fixture
+def sequential(tmp_path: Path) -> Callable[..., dict[str, Any]]:
     """Return a function that plays runs one after the other and returns their figures."""
 
     def play(jobs: Sequence[Job]) -> dict[str, Any]:

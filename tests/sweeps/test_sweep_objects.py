@@ -83,7 +83,7 @@ def test_a_store_that_cannot_create_exclusively_is_refused(kind):
     ("url", "error", "said"),
     [
         ("nonsense://x", UsageError, "nonsense"),
-        ("http://localhost:1/x", PrerequisiteError, "cannot create an object exclusively"),
+        ("http://localhost:1/x", UsageError, "http://localhost:1/x: ClientConnectorError"),
     ],
 )
 def test_urls_that_are_no_place_for_runs(url, error, said):
