@@ -64,11 +64,11 @@ def by_name(ctx: click.Context) -> dict[str, click.Option]:
 
 
 def given(ctx: click.Context, asked: Mapping[str, Any], *, all_of: bool = False) -> dict[str, Any]:
-    """Return what a command was given of a run's options, as `Options.given` does.
+    """Return what a command was given of a run's options, as `RunOptions.given` does.
 
     With `all_of`, defaults that mean something too. `asked` holds the values by click's names.
     """
-    from agentbench_kv.sweeps.config import OPTION_NAMES, Options
+    from agentbench_kv.sweeps.config import OPTION_NAMES, RunOptions
 
     found: dict[str, Any] = {}
     for name in OPTION_NAMES:
@@ -83,7 +83,7 @@ def given(ctx: click.Context, asked: Mapping[str, Any], *, all_of: bool = False)
             found[name] = {key: [text] for key, text in parse_settings(value, f"--{name}").items()}
         else:
             found[name] = list(value) if isinstance(value, tuple) else [value]
-    return Options.model_validate(found).given()
+    return RunOptions.model_validate(found).given()
 
 
 def save(path: Path, ctx: click.Context, asked: Mapping[str, Any]) -> None:

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
     from agentbench_kv.results.objects import Objects
     from agentbench_kv.sweeps.config import SweepFile
-    from agentbench_kv.sweeps.executors import Executor
-    from agentbench_kv.sweeps.grid import Job
-    from agentbench_kv.sweeps.place import Place
-    from agentbench_kv.sweeps.supervise import Report, Show
+    from agentbench_kv.sweeps.executors import SweepExecutor
+    from agentbench_kv.sweeps.grid import SweepRun
+    from agentbench_kv.sweeps.place import RunPlace
+    from agentbench_kv.sweeps.supervise import Show, SweepReport
     from agentbench_kv.sweeps.sweep import Command, Sweep
 
 _LOOK_S = 2.0
@@ -119,7 +119,7 @@ def _plan(file: Path | None, limits: Mapping[str, Any]) -> SweepFile:
     return plan.model_copy(update={**rest, "runs": runs})
 
 
-def _checked(jobs: Sequence[Job]) -> Sequence[Job]:
+def _checked(jobs: Sequence[SweepRun]) -> Sequence[SweepRun]:
     from agentbench_kv.run.runner import check_all
 
     check_all([job.spec for job in jobs])
@@ -128,13 +128,13 @@ def _checked(jobs: Sequence[Job]) -> Sequence[Job]:
 
 def _run(
     objects: Objects,
-    jobs: Sequence[Job],
+    jobs: Sequence[SweepRun],
     out: str,
     plan: SweepFile,
     on: str,
     settings: Mapping[str, str],
     show: Show,
-) -> Report:
+) -> SweepReport:
     from dataclasses import replace
 
     from agentbench_kv.results.objects import local_folder
@@ -160,7 +160,7 @@ def _run(
 
 def _executor(
     on: str, folder: Path | None, name: str, settings: Mapping[str, str], hours: float | None
-) -> Executor:
+) -> SweepExecutor:
     from agentbench_kv.cli.sweep_worker import work
     from agentbench_kv.errors import UsageError
     from agentbench_kv.sweeps.executors import LocalExecutor, RayExecutor, SlurmExecutor
@@ -229,7 +229,7 @@ def schema(file: Path | None) -> None:
         write_atomic(file, json.dumps(described(), indent=2).encode() + b"\n")
 
 
-def _found(out: str, name: str | None) -> tuple[Sweep, Place]:
+def _found(out: str, name: str | None) -> tuple[Sweep, RunPlace]:
     from agentbench_kv.sweeps.sweep import find_sweep
     from agentbench_kv.sweeps.worker import opened
 
@@ -237,7 +237,7 @@ def _found(out: str, name: str | None) -> tuple[Sweep, Place]:
     return find_sweep(objects, name or ""), place
 
 
-def _report(known: Sweep, place: Place) -> tuple[Report, Command | None]:
+def _report(known: Sweep, place: RunPlace) -> tuple[SweepReport, Command | None]:
     from agentbench_kv.sweeps.supervise import report_of
 
     commands = known.commands()
@@ -246,7 +246,7 @@ def _report(known: Sweep, place: Place) -> tuple[Report, Command | None]:
     return report_of(rows, histories), command
 
 
-def _document(known: Sweep, command: Command | None, report: Report) -> dict[str, Any]:
+def _document(known: Sweep, command: Command | None, report: SweepReport) -> dict[str, Any]:
     from agentbench_kv.sweeps.sweep import document
 
     return {
@@ -259,7 +259,7 @@ def _document(known: Sweep, command: Command | None, report: Report) -> dict[str
     }
 
 
-def _headline(report: Report) -> str:
+def _headline(report: SweepReport) -> str:
     counts = [f"{report.count(state)} {state}" for state in _STATES if report.count(state)]
     words = f"{len(report.rows)} runs: {', '.join(counts)}"
     if report.left_s and math.isfinite(report.left_s):
@@ -273,7 +273,7 @@ def _spoken(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
-def _table(report: Report, most: int) -> RenderableType:
+def _table(report: SweepReport, most: int) -> RenderableType:
     """Draw a sweep: its headline, and its runs, what needs a look first."""
     from rich.console import Group
     from rich.text import Text
@@ -310,7 +310,7 @@ def _print(what: RenderableType) -> None:
 
 
 @contextmanager
-def _showing(quiet: bool) -> Iterator[Callable[[Report], None]]:
+def _showing(quiet: bool) -> Iterator[Callable[[SweepReport], None]]:
     """Yield what shows reports as they come: a live table on a terminal, else lines."""
     from rich.console import Console
     from rich.live import Live
@@ -318,7 +318,7 @@ def _showing(quiet: bool) -> Iterator[Callable[[Report], None]]:
     screen = Console(stderr=True, highlight=False, soft_wrap=True)
     said: set[str] = set()
 
-    def tell(report: Report) -> None:
+    def tell(report: SweepReport) -> None:
         line = _headline(report).partition(";")[0]
         if line not in said and not quiet:
             said.add(line)
@@ -331,7 +331,7 @@ def _showing(quiet: bool) -> Iterator[Callable[[Report], None]]:
         yield lambda report: live.update(_table(report, _SHOWN_ROWS), refresh=True)
 
 
-def _show_plan(jobs: Sequence[tuple[Job, str]], out: str, as_json: bool) -> None:
+def _show_plan(jobs: Sequence[tuple[SweepRun, str]], out: str, as_json: bool) -> None:
     if as_json:
         runs = [{"run_id": name, "spec": job.spec.document()} for job, name in jobs]
         opt.print_json(runs)
@@ -341,7 +341,7 @@ def _show_plan(jobs: Sequence[tuple[Job, str]], out: str, as_json: bool) -> None
     click.echo(f"{len(jobs)} runs; nothing was started")
 
 
-def _show_end(report: Report, out: str, as_json: bool) -> int:
+def _show_end(report: SweepReport, out: str, as_json: bool) -> int:
     """Print the figures of the runs that are done, and why others are not; return the exit code."""
     from agentbench_kv.cli.output import show_outcome
     from agentbench_kv.errors import KVBenchError

@@ -63,8 +63,8 @@ def _kebab(name: str) -> str:
     return name.replace("_", "-")
 
 
-class Options(BaseModel, frozen=True):
-    """Options of `kvbench run` by their names; a list is an axis of the grid."""
+class RunOptions(BaseModel, frozen=True):
+    """The options of `kvbench run` by their names; a list is an axis of the grid."""
 
     model_config = ConfigDict(extra="forbid", alias_generator=_kebab, validate_by_name=False)
 
@@ -95,10 +95,10 @@ class Options(BaseModel, frozen=True):
         return {name: found[name] for name in OPTION_NAMES if name in found}
 
 
-OPTION_NAMES = tuple(_kebab(name) for name in Options.model_fields)
+OPTION_NAMES = tuple(_kebab(name) for name in RunOptions.model_fields)
 
 
-class RunGrid(Options, frozen=True):
+class RunGrid(RunOptions, frozen=True):
     """Runs of a sweep: options, and what each run needs of a machine."""
 
     cpus: PositiveInt = Field(1, description="Cores for each run.")
@@ -111,7 +111,9 @@ class SweepFile(BaseModel, frozen=True):
     model_config = ConfigDict(extra="forbid", title="kvbench sweep")
 
     runs: list[RunGrid] = Field(min_length=1)
-    exclude: list[Options] = Field([], description="Runs that match all options of one of these.")
+    exclude: list[RunOptions] = Field(
+        [], description="Runs that match all options of one of these."
+    )
     workers: PositiveInt | None = Field(None, description="Runs at a time.")
     retries: NonNegativeInt = Field(1, description="Further tries of a run that failed.")
     hours: PositiveFloat | None = Field(None, description="After which the sweep is interrupted.")
@@ -128,13 +130,13 @@ def read_sweep(path: Path) -> SweepFile:
     return _validated(SweepFile, _load(path), path)
 
 
-def read_options(path: Path) -> Options:
+def read_options(path: Path) -> RunOptions:
     """Read a file of `kvbench run`'s options."""
-    return _validated(Options, _load(path), path)
+    return _validated(RunOptions, _load(path), path)
 
 
 def written(options: Mapping[str, Any]) -> str:
-    """Return options, as `Options.given` does, as the text of a file."""
+    """Return options, as `RunOptions.given` does, as the text of a file."""
     plain = {name: _single(value) for name, value in options.items()}
     text: str = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
     return text
@@ -226,5 +228,5 @@ def _keys(kind: type[BaseModel], inside: Iterable[str | int]) -> list[str]:
     """Return the keys that the mapping at a place of the file may have."""
     first = next(iter(inside), None)
     if kind is SweepFile and first is not None:
-        kind = RunGrid if first == "runs" else Options
+        kind = RunGrid if first == "runs" else RunOptions
     return [field.alias or name for name, field in kind.model_fields.items()]

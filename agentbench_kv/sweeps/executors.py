@@ -18,11 +18,12 @@ from agentbench_kv.sweeps.worker import Order
 
 Work = Callable[[dict[str, Any]], None]  # what a worker's process does with `Order.document`
 PATIENCE_S = 20.0  # for workers that were told to end
+ASK_S = 30.0  # between questions to Slurm about a job
 LEAST_MINUTES = 1
 DAY_MINUTES = 24 * 60
 
 
-class Handle(ABC):
+class StartedWorker(ABC):
     """A worker that was started."""
 
     @abstractmethod
@@ -38,7 +39,7 @@ class Handle(ABC):
         """End it at once."""
 
 
-class Executor(ABC):
+class SweepExecutor(ABC):
     """Starts workers."""
 
     name: str
@@ -49,7 +50,7 @@ class Executor(ABC):
         return True
 
     @abstractmethod
-    def start(self, order: Order) -> Handle:
+    def start(self, order: Order) -> StartedWorker:
         """Start a worker, or have it wait for its place."""
 
     def close(self) -> None:
@@ -57,7 +58,7 @@ class Executor(ABC):
         return None
 
 
-class Process(Handle):
+class Process(StartedWorker):
     """A worker in a process of its own."""
 
     def __init__(self, process: subprocess.Popen[bytes], log: Path, free: Callable[[], None]):
@@ -84,7 +85,7 @@ class Process(Handle):
         self.process.wait()
 
 
-class LocalExecutor(Executor):
+class LocalExecutor(SweepExecutor):
     """Processes of this machine, as many as its cores and GPUs have room for."""
 
     name = "local"
@@ -105,7 +106,7 @@ class LocalExecutor(Executor):
         # What asks for more cores than there are runs alone.
         return gpus <= len(self._gpus) and (not self._used or self._used + cpus <= self._cpus)
 
-    def start(self, order: Order) -> Handle:
+    def start(self, order: Order) -> StartedWorker:
         mine = [self._gpus.pop(0) for _ in range(order.gpus)]
         self._used += order.cpus
         self._logs.mkdir(parents=True, exist_ok=True)
@@ -151,7 +152,7 @@ def _last_line(log: Path) -> str:
     return str(log)
 
 
-class RayExecutor(Executor):
+class RayExecutor(SweepExecutor):
     """Tasks of a Ray cluster: that of RAY_ADDRESS or of this machine, else one begun here."""
 
     name = "ray"
@@ -169,7 +170,7 @@ class RayExecutor(Executor):
         if self._began:
             ray.init(log_to_driver=False, include_dashboard=False, configure_logging=False)
 
-    def start(self, order: Order) -> Handle:
+    def start(self, order: Order) -> StartedWorker:
         # A worker that dies is replaced by the sweep, which counts its deaths.
         remote = self._ray.remote(num_cpus=order.cpus, num_gpus=order.gpus, max_retries=0)(
             self._work
@@ -183,7 +184,7 @@ class RayExecutor(Executor):
             self._ray.shutdown()
 
 
-class RayTask(Handle):
+class RayTask(StartedWorker):
     """A worker in a process of Ray's."""
 
     def __init__(self, ray: Any, reference: Any) -> None:
@@ -207,7 +208,7 @@ class RayTask(Handle):
         self._ray.cancel(self._reference, force=True)
 
 
-class SlurmExecutor(Executor):
+class SlurmExecutor(SweepExecutor):
     """Jobs of Slurm, or of one of submitit's other clusters, through submitit."""
 
     name = "slurm"
@@ -235,7 +236,7 @@ class SlurmExecutor(Executor):
         minutes = DAY_MINUTES if hours is None else max(LEAST_MINUTES, round(60 * hours) + 1)
         self._settings = {"timeout_min": minutes, **_typed(chosen, self._cluster)}
 
-    def start(self, order: Order) -> Handle:
+    def start(self, order: Order) -> StartedWorker:
         gpus = {"gpus_per_node": order.gpus} if order.gpus else {}
         self._executor.update_parameters(
             **{"name": "kvbench", "cpus_per_task": order.cpus, **gpus, **self._settings}
@@ -253,15 +254,19 @@ def _typed(settings: Mapping[str, str], cluster: str) -> dict[str, Any]:
     return typed
 
 
-class SlurmJob(Handle):
+class SlurmJob(StartedWorker):
     """A worker in a job of submitit's."""
 
     def __init__(self, job: Any) -> None:
         self.job = job
         self._told = False
+        self._asked = time.monotonic()
 
     def ended(self) -> str | None:
-        if not self.job.done():
+        # submitit asks Slurm about a job that left no result every ten minutes, if not told to.
+        force = time.monotonic() - self._asked >= ASK_S
+        self._asked = time.monotonic() if force else self._asked
+        if not self.job.done(force_check=force):
             return None
         with contextlib.suppress(Exception):
             error = self.job.exception()
@@ -277,7 +282,7 @@ class SlurmJob(Handle):
         self.stop()
 
 
-def end_all(handles: Sequence[Handle], patience_s: float) -> None:
+def end_all(handles: Sequence[StartedWorker], patience_s: float) -> None:
     """Tell workers to end, and end those that do not."""
     for handle in handles:
         if handle.ended() is None:

@@ -11,7 +11,7 @@ from typing import Any
 from agentbench_kv.budget import Budget
 from agentbench_kv.errors import UsageError
 from agentbench_kv.run.spec import RunSpec, default_methods, resolve, unresolved
-from agentbench_kv.sweeps.config import OPTION_NAMES, Options, RunGrid, SweepFile
+from agentbench_kv.sweeps.config import OPTION_NAMES, RunGrid, RunOptions, SweepFile
 
 MOST_RUNS = 10_000
 _FIELDS = {
@@ -27,7 +27,7 @@ _ORDER = (*_FIRST, *(each for each in OPTION_NAMES if each not in (*_FIRST, *_LA
 
 
 @dataclass(frozen=True)
-class Job:
+class SweepRun:
     """A run of a sweep, and what it needs of a machine."""
 
     spec: RunSpec
@@ -50,7 +50,7 @@ class Job:
         return (*engine, spec.method.partition("@")[0])
 
 
-def jobs_of(sweep: SweepFile, instead: Mapping[str, Any]) -> list[Job]:
+def jobs_of(sweep: SweepFile, instead: Mapping[str, Any]) -> list[SweepRun]:
     """Expand a sweep to resolved runs, equal ones once; `instead` replaces options of all grids.
 
     UsageError for what no run can be, too many runs, and exclusions that exclude nothing.
@@ -59,7 +59,7 @@ def jobs_of(sweep: SweepFile, instead: Mapping[str, Any]) -> list[Job]:
     count = sum(_size(options) for _, options in grids)
     if count > MOST_RUNS:
         raise UsageError(f"the sweep has {count:,} runs; expected at most {MOST_RUNS:,}")
-    found: dict[str, Job] = {}
+    found: dict[str, SweepRun] = {}
     used = [False] * len(sweep.exclude)
     for grid, options in grids:
         for point in _points(options):
@@ -76,8 +76,8 @@ def jobs_of(sweep: SweepFile, instead: Mapping[str, Any]) -> list[Job]:
     return _alike_together(list(found.values()))
 
 
-def _job(grid: RunGrid, point: Mapping[str, Any]) -> Job:
-    return Job(resolve(_spec(point), point.get("set", {})), grid.cpus, grid.gpus)
+def _job(grid: RunGrid, point: Mapping[str, Any]) -> SweepRun:
+    return SweepRun(resolve(_spec(point), point.get("set", {})), grid.cpus, grid.gpus)
 
 
 def _spec(point: Mapping[str, Any]) -> RunSpec:
@@ -86,7 +86,7 @@ def _spec(point: Mapping[str, Any]) -> RunSpec:
     return unresolved(**fields)
 
 
-def _alike_together(jobs: Sequence[Job]) -> list[Job]:
+def _alike_together(jobs: Sequence[SweepRun]) -> list[SweepRun]:
     """Order runs so that those that load the same follow each other, else as they come."""
     first: dict[tuple[str, ...], int] = {}
     for number, job in enumerate(jobs):
@@ -121,7 +121,7 @@ def _combinations(settings: Mapping[str, Sequence[str]]) -> Iterator[dict[str, s
         yield dict(zip(settings, values, strict=True))
 
 
-def _matches(excluded: Options, point: Mapping[str, Any]) -> bool:
+def _matches(excluded: RunOptions, point: Mapping[str, Any]) -> bool:
     """Whether a point has one of the values of every option that an exclusion names."""
     spec = _spec(point)
     for name, wanted in excluded.given().items():

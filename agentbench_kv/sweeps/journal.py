@@ -43,7 +43,7 @@ class Journal:
 
 
 @dataclass
-class History:
+class RunHistory:
     """What the journals say about one run under one command."""
 
     failed: int = 0
@@ -56,12 +56,12 @@ class History:
 class Histories:
     """What the journals say about all runs."""
 
-    runs: dict[str, History]  # by run
+    runs: dict[str, RunHistory]  # by run
     started: set[str]  # workers
     seconds: list[float]  # of the runs that were done, whatever command played them
 
-    def of(self, run: str) -> History:
-        return self.runs.get(run) or History()
+    def of(self, run: str) -> RunHistory:
+        return self.runs.get(run) or RunHistory()
 
 
 def read_journals(objects: Objects, folder: str) -> dict[str, list[Event]]:
@@ -87,11 +87,11 @@ def histories(journals: Mapping[str, Iterable[Event]], command: str) -> Historie
                 found.seconds.append(event.seconds)
             if event.command == command:
                 found.started.add(worker)
-                _add(found.runs.setdefault(event.run, History()), worker, event)
+                _add(found.runs.setdefault(event.run, RunHistory()), worker, event)
     return found
 
 
-def _add(history: History, worker: str, event: Event) -> None:
+def _add(history: RunHistory, worker: str, event: Event) -> None:
     if event.event == "began":
         history.begun[worker] = event.at
     if event.event in ENDS:

@@ -34,7 +34,7 @@ from agentbench_kv.results.store import (
 from agentbench_kv.results.summary import Summary, summarize
 from agentbench_kv.run.runner import Progress, run_one
 from agentbench_kv.run.spec import RunSpec
-from agentbench_kv.sweeps.place import Place, Standing, State
+from agentbench_kv.sweeps.place import RunPlace, RunStanding, State
 
 _log = logging.getLogger(__name__)
 CLAIMS, STAGED, PUBLISHED = ".claims", ".staged", ".published"
@@ -60,7 +60,7 @@ class Observed:
         return now - before[1]
 
 
-class RemotePlace(Place):
+class RemotePlace(RunPlace):
     """The runs of an object store."""
 
     def __init__(self, objects: Objects) -> None:
@@ -68,22 +68,22 @@ class RemotePlace(Place):
         self._observed = Observed()
         self._done: set[str] = set()
 
-    def standings(self, runs: Iterable[str]) -> dict[str, Standing]:
+    def standings(self, runs: Iterable[str]) -> dict[str, RunStanding]:
         claims = _latest(self._objects.names(CLAIMS))
         published = set(self._objects.names(PUBLISHED))
         return {run: self._standing(run, claims.get(run, 0), run in published) for run in runs}
 
-    def _standing(self, run: str, number: int, published: bool) -> Standing:
+    def _standing(self, run: str, number: int, published: bool) -> RunStanding:
         if run in self._done:
-            return Standing(State.DONE)
+            return RunStanding(State.DONE)
         if published and self._objects.read(f"{run}/{_LAST}") is not None:
             self._done.add(run)
-            return Standing(State.DONE)
+            return RunStanding(State.DONE)
         content = self._objects.read(_claim(run, number)) if number else None
         if content is None or self._is_free(run, number, content):
-            return Standing(State.FREE)
+            return RunStanding(State.FREE)
         said = _said(content)
-        return Standing(State.HELD, said.get("finished", 0), None, said.get("who", ""))
+        return RunStanding(State.HELD, said.get("finished", 0), None, said.get("who", ""))
 
     def _is_free(self, run: str, number: int, content: bytes) -> bool:
         still = self._observed.still_s(_claim(run, number), content)

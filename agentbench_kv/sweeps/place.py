@@ -31,7 +31,7 @@ class State(StrEnum):
 
 
 @dataclass(frozen=True)
-class Standing:
+class RunStanding:
     """A run's state now."""
 
     state: State
@@ -40,11 +40,11 @@ class Standing:
     holder: str = ""  # who plays it
 
 
-class Place(ABC):
+class RunPlace(ABC):
     """A folder of runs that workers share."""
 
     @abstractmethod
-    def standings(self, runs: Iterable[str]) -> dict[str, Standing]:
+    def standings(self, runs: Iterable[str]) -> dict[str, RunStanding]:
         """Return how it stands with each run."""
 
     @abstractmethod
@@ -55,33 +55,35 @@ class Place(ABC):
         """
 
 
-class LocalPlace(Place):
+class LocalPlace(RunPlace):
     """A local or network folder: a run is claimed by its `run.json`, under the folder's lock."""
 
     def __init__(self, out: Path) -> None:
         self.out = out
-        self._done: dict[str, Standing] = {}
+        self._done: dict[str, RunStanding] = {}
 
-    def standings(self, runs: Iterable[str]) -> dict[str, Standing]:
+    def standings(self, runs: Iterable[str]) -> dict[str, RunStanding]:
         return {run: self._done.get(run) or self._standing(run) for run in runs}
 
     def play(self, spec: RunSpec, progress: Progress) -> Summary:
         return run_one(spec, self.out, progress)
 
-    def _standing(self, run: str) -> Standing:
+    def _standing(self, run: str) -> RunStanding:
         reader = RunReader(self.out / run)
         try:
             info = read_info(reader.path)
         except UsageError:  # whoever opens it says what is wrong
             info = None
         if info is None:
-            return Standing(State.FREE)
+            return RunStanding(State.FREE)
         finished = len(reader.finished_trials())
-        found = Standing(_state(info, finished), finished, info.expected_trials)
+        found = RunStanding(_state(info, finished), finished, info.expected_trials)
         if found.state is State.DONE:
             self._done[run] = found
         who = holder(info, time.time())
-        return found if who is None else Standing(State.HELD, finished, info.expected_trials, who)
+        return (
+            found if who is None else RunStanding(State.HELD, finished, info.expected_trials, who)
+        )
 
 
 def _state(info: RunInfo, finished: int) -> State:

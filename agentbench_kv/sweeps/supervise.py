@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from agentbench_kv.errors import EngineGoneError
-from agentbench_kv.sweeps.executors import Executor, Handle, end_all
+from agentbench_kv.sweeps.executors import StartedWorker, SweepExecutor, end_all
 from agentbench_kv.sweeps.journal import Histories
-from agentbench_kv.sweeps.place import Place, State
-from agentbench_kv.sweeps.sweep import Command, Row, Sweep
+from agentbench_kv.sweeps.place import RunPlace, State
+from agentbench_kv.sweeps.sweep import Command, RunRow, Sweep
 from agentbench_kv.sweeps.worker import Order
 
 POLL_S = 1.0
@@ -19,10 +19,10 @@ MOST_STILLBORN = 3  # workers in a row that end before they have begun
 
 
 @dataclass(frozen=True)
-class Report:
+class SweepReport:
     """A sweep at one moment."""
 
-    rows: Sequence[Row]
+    rows: Sequence[RunRow]
     workers: int = 0  # of this command, running or waiting for their place
     left_s: float | None = None  # as far as it can be told
     why: str = ""  # it ended before all was done
@@ -35,10 +35,12 @@ class Report:
         return all(row.decided for row in self.rows)
 
 
-Show = Callable[[Report], None]
+Show = Callable[[SweepReport], None]
 
 
-def report_of(rows: Sequence[Row], known: Histories, workers: int = 0, why: str = "") -> Report:
+def report_of(
+    rows: Sequence[RunRow], known: Histories, workers: int = 0, why: str = ""
+) -> SweepReport:
     """Describe a sweep; the time left is by the mean of what was done."""
     left = [row for row in rows if not row.decided]
     playing = sum(row.standing.state is State.HELD for row in left)
@@ -47,7 +49,7 @@ def report_of(rows: Sequence[Row], known: Histories, workers: int = 0, why: str 
         each = sum(known.seconds) / len(known.seconds)
         # Runs under way are taken for half done.
         seconds = each * (len(left) - playing / 2) / playing
-    return Report(rows, workers, seconds if left else 0.0, why)
+    return SweepReport(rows, workers, seconds if left else 0.0, why)
 
 
 @dataclass
@@ -56,15 +58,15 @@ class Supervisor:
 
     out: str
     sweep: Sweep
-    place: Place
+    place: RunPlace
     command: Command
-    executor: Executor
+    executor: SweepExecutor
     most: int  # workers at a time
     show: Show
-    _handles: dict[str, Handle] = field(default_factory=dict)
+    _handles: dict[str, StartedWorker] = field(default_factory=dict)
     _stillborn: int = 0
 
-    def run(self) -> Report:
+    def run(self) -> SweepReport:
         """Return how it ended; whatever interrupts it ends the workers first."""
         try:
             while True:
@@ -77,11 +79,11 @@ class Supervisor:
             end_all(list(self._handles.values()), self.executor.patience_s)
             self.executor.close()
 
-    def _look(self) -> Report:
+    def _look(self) -> SweepReport:
         rows, known = self.sweep.rows(self.place, self.command)
-        self._reap(known)
         why = self._why()
         if not why:
+            self._reap(known)
             self._start(rows, known)
         return report_of(rows, known, len(self._handles), why)
 
@@ -101,7 +103,7 @@ class Supervisor:
             if self._stillborn >= MOST_STILLBORN:
                 raise EngineGoneError(f"the sweep's workers end before they begin: {ended}")
 
-    def _start(self, rows: Sequence[Row], known: Histories) -> None:
+    def _start(self, rows: Sequence[RunRow], known: Histories) -> None:
         """Start workers for runs that nobody holds and no worker is on its way to."""
         busy = {worker for history in known.runs.values() for worker in history.begun}
         for cpus, gpus in dict.fromkeys(row.job.needs for row in rows):

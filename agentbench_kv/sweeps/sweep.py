@@ -19,9 +19,9 @@ from agentbench_kv.errors import UsageError
 from agentbench_kv.results.objects import Objects
 from agentbench_kv.results.store import suggestion
 from agentbench_kv.run.spec import RunSpec
-from agentbench_kv.sweeps.grid import Job
+from agentbench_kv.sweeps.grid import SweepRun
 from agentbench_kv.sweeps.journal import Histories, Journal, histories, read_journals
-from agentbench_kv.sweeps.place import Place, Standing, State
+from agentbench_kv.sweeps.place import RunPlace, RunStanding, State
 
 ROOT = ".sweeps"
 MOST_DEATHS = 5  # of workers in one run, after which it is left alone
@@ -39,11 +39,11 @@ class Command(Struct, frozen=True):
 
 
 @dataclass(frozen=True)
-class Row:
+class RunRow:
     """What is known of one run of a sweep."""
 
-    job: Job
-    standing: Standing
+    job: SweepRun
+    standing: RunStanding
     failed: int = 0
     died: int = 0
     given_up: bool = False
@@ -65,10 +65,10 @@ class Sweep:
 
     objects: Objects
     name: str
-    jobs: Sequence[Job] = field(repr=False)
+    jobs: Sequence[SweepRun] = field(repr=False)
 
     @classmethod
-    def of(cls, objects: Objects, jobs: Sequence[Job]) -> Sweep:
+    def of(cls, objects: Objects, jobs: Sequence[SweepRun]) -> Sweep:
         """Return the sweep of these runs, the one that is there if it was begun before."""
         names = "\n".join(sorted(job.name for job in jobs))
         sweep = cls(objects, hashlib.sha256(names.encode()).hexdigest()[:10], jobs)
@@ -83,7 +83,7 @@ class Sweep:
         raw = objects.read(f"{ROOT}/{name}.json")
         try:
             entries = json.loads(raw or b"")["runs"]
-            jobs = [Job(RunSpec(**e["spec"]), int(e["cpus"]), int(e["gpus"])) for e in entries]
+            jobs = [SweepRun(RunSpec(**e["spec"]), int(e["cpus"]), int(e["gpus"])) for e in entries]
         except (ValueError, KeyError, TypeError) as error:
             raise UsageError(f"{ROOT}/{name}.json is no sweep's plan: {error}") from error
         return cls(objects, name, jobs)
@@ -122,7 +122,7 @@ class Sweep:
     def histories(self, command: str) -> Histories:
         return histories(read_journals(self.objects, self._at("workers")), command)
 
-    def rows(self, place: Place, command: Command | None) -> tuple[list[Row], Histories]:
+    def rows(self, place: RunPlace, command: Command | None) -> tuple[list[RunRow], Histories]:
         """Return what is known of every run, by what a command allows."""
         known = self.histories(command.id if command else "")
         standings = place.standings([job.name for job in self.jobs])
@@ -135,7 +135,9 @@ class Sweep:
             died = len(history.begun) if free else 0
             given_up = free and (history.failed > retries or died >= MOST_DEATHS)
             error = history.error or ("its workers died" if given_up else "")
-            rows.append(Row(job, standing, history.failed, died, given_up, history.seconds, error))
+            rows.append(
+                RunRow(job, standing, history.failed, died, given_up, history.seconds, error)
+            )
         return rows, known
 
     def _at(self, name: str) -> str:
@@ -155,7 +157,7 @@ def find_sweep(objects: Objects, name: str = "") -> Sweep:
     return Sweep.load(objects, matching[0])
 
 
-def document(row: Row) -> dict[str, Any]:
+def document(row: RunRow) -> dict[str, Any]:
     """Return a row for JSON."""
     return {
         "run_id": row.job.name,

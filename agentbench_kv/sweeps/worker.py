@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import sys
+import socket
 import threading
 import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -21,11 +20,11 @@ from agentbench_kv.results.objects import FolderObjects, Objects, RemoteObjects,
 from agentbench_kv.results.store import RunHeldError, RunLostError
 from agentbench_kv.results.summary import Summary
 from agentbench_kv.run.runner import Progress
-from agentbench_kv.sweeps.grid import Job
+from agentbench_kv.sweeps.grid import SweepRun
 from agentbench_kv.sweeps.journal import quietly
 from agentbench_kv.sweeps.leases import RemotePlace
-from agentbench_kv.sweeps.place import LocalPlace, Place, State
-from agentbench_kv.sweeps.sweep import Command, Row, Sweep
+from agentbench_kv.sweeps.place import LocalPlace, RunPlace, State
+from agentbench_kv.sweeps.sweep import Command, RunRow, Sweep
 
 _log = logging.getLogger(__name__)
 LOOK_S = 2.0  # between looks whether the sweep was cancelled
@@ -47,7 +46,7 @@ class Order:
         return asdict(self)
 
 
-def opened(out: str) -> tuple[Objects, Place]:
+def opened(out: str) -> tuple[Objects, RunPlace]:
     """Return the objects and the runs of a folder or URL that was checked before."""
     folder = local_folder(out)
     if folder is not None:
@@ -71,14 +70,13 @@ class Worker:
 
     def work(self) -> None:
         """Play until nothing is free; an interruption ends the run under way as it does any."""
-        where = f"{Path(sys.executable).name} {os.getpid()}"
-        self._journal.note("started", words=where)
+        self._journal.note("started", words=f"pid {os.getpid()} on {socket.gethostname()}")
         with Watch(self._sweep, self._command, self._order.follows):
             while (job := self._next()) is not None:
                 self._play(job)
         self._journal.note("ended")
 
-    def _next(self) -> Job | None:
+    def _next(self) -> SweepRun | None:
         rows, _ = self._sweep.rows(self._place, self._command)
         needs = (self._order.cpus, self._order.gpus)
         free = [
@@ -89,7 +87,7 @@ class Worker:
         self._avoid.clear()
         return _chosen(fresh or free, self._warm, self._order.worker)
 
-    def _play(self, job: Job) -> None:
+    def _play(self, job: SweepRun) -> None:
         name, began = job.name, time.monotonic()
         self._journal.note("began", name)
         try:
@@ -116,7 +114,7 @@ class Worker:
             self._journal.note("done", name, seconds)
 
 
-def _chosen(free: Sequence[Row], warm: tuple[str, ...], worker: str) -> Job | None:
+def _chosen(free: Sequence[RunRow], warm: tuple[str, ...], worker: str) -> SweepRun | None:
     """Choose a run: one that failed least, that needs nothing new loaded, that few others want."""
     if not free:
         return None

@@ -16,14 +16,14 @@ from agentbench_kv.cli.sweep_worker import work
 from agentbench_kv.run import runner
 from agentbench_kv.run.spec import RunSpec, resolve
 from agentbench_kv.sweeps import executors, supervise, worker
-from agentbench_kv.sweeps.executors import Executor, Handle
-from agentbench_kv.sweeps.grid import Job
+from agentbench_kv.sweeps.executors import StartedWorker, SweepExecutor
+from agentbench_kv.sweeps.grid import SweepRun
 from agentbench_kv.sweeps.worker import Order
 
 _FORK = multiprocessing.get_context("fork")
 
 
-class ForkedWorker(Handle):
+class ForkedWorker(StartedWorker):
     def __init__(self, order: Order, log: Path) -> None:
         self.order = order
         self.log = log
@@ -49,7 +49,7 @@ class ForkedWorker(Handle):
         self.process.join()
 
 
-class ForkExecutor(Executor):
+class ForkExecutor(SweepExecutor):
     """Forks; remembers whom it started."""
 
     name = "fork"
@@ -87,11 +87,11 @@ def gold(**changes: Any) -> RunSpec:
 
 
 @pytest.fixture
-def jobs() -> Callable[..., list[Job]]:
+def jobs() -> Callable[..., list[SweepRun]]:
     """Return a function that makes runs of the scripted engine, one for each seed."""
 
-    def make(count: int, **changes: Any) -> list[Job]:
-        return [Job(gold(seed=seed, **changes)) for seed in range(count)]
+    def make(count: int, **changes: Any) -> list[SweepRun]:
+        return [SweepRun(gold(seed=seed, **changes)) for seed in range(count)]
 
     return make
 
@@ -106,7 +106,7 @@ def figures(out: Path, run: str) -> dict[tuple[str, int], Any]:
     return {key: {name: each.get(name) for name in kept} for key, each in found.items()}
 
 
-def all_figures(out: Path, jobs: Sequence[Job]) -> dict[str, Any]:
+def all_figures(out: Path, jobs: Sequence[SweepRun]) -> dict[str, Any]:
     return {job.name: figures(out, job.name) for job in jobs}
 
 
@@ -120,7 +120,7 @@ def played() -> Callable[..., dict[str, Any]]:
 def sequential(tmp_path: Path) -> Callable[..., dict[str, Any]]:
     """Return a function that plays runs one after the other and returns their figures."""
 
-    def play(jobs: Sequence[Job]) -> dict[str, Any]:
+    def play(jobs: Sequence[SweepRun]) -> dict[str, Any]:
         out = tmp_path / "sequential"
         for job in jobs:
             runner.run_one(job.spec, out, lambda *_: None)

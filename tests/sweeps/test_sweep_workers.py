@@ -22,29 +22,29 @@ from agentbench_kv.run import runner, trial
 from agentbench_kv.sweeps import place as places
 from agentbench_kv.sweeps import sweep as sweeps
 from agentbench_kv.sweeps import worker as workers
-from agentbench_kv.sweeps.grid import Job
+from agentbench_kv.sweeps.grid import SweepRun
 from agentbench_kv.sweeps.place import LocalPlace, check_locks
-from agentbench_kv.sweeps.supervise import Report, Supervisor
+from agentbench_kv.sweeps.supervise import Supervisor, SweepReport
 from agentbench_kv.sweeps.sweep import Sweep
 from agentbench_kv.sweeps.worker import Order, Worker
 
 
 def supervised(
     out: Path,
-    jobs: Sequence[Job],
+    jobs: Sequence[SweepRun],
     executor: Any,
     *,
     most: int = 2,
     retries: int = 1,
     until: float | None = None,
-    show: Callable[[Report], None] = lambda _: None,
-) -> Report:
+    show: Callable[[SweepReport], None] = lambda _: None,
+) -> SweepReport:
     sweep = Sweep.of(FolderObjects(out), jobs)
     command = sweep.register("fork", retries, until)
     return Supervisor(str(out), sweep, LocalPlace(out), command, executor, most, show).run()
 
 
-def worker_here(out: Path, jobs: Sequence[Job], **command: Any) -> tuple[Sweep, Worker]:
+def worker_here(out: Path, jobs: Sequence[SweepRun], **command: Any) -> tuple[Sweep, Worker]:
     sweep = Sweep.of(FolderObjects(out), jobs)
     told = sweep.register("here", command.get("retries", 1), command.get("until"))
     return sweep, Worker(Order(str(out), sweep.name, told.id, "w"), lambda *_: None)
@@ -82,7 +82,7 @@ def test_workers_that_are_killed_are_replaced(
     slowly(monkeypatch)
     runs, rng, killed = jobs(4, limit=4), random.Random(0), 0
 
-    def kill(_: Report) -> None:
+    def kill(_: SweepReport) -> None:
         nonlocal killed
         alive = [each for each in fork.workers if each.process.is_alive()]
         if alive and killed < 5 and rng.random() < 0.3:
@@ -232,7 +232,7 @@ def test_cancel_ends_workers_and_the_same_runs_go_on_later(
     slowly(monkeypatch, 0.3)
     runs, out = jobs(3, limit=6, concurrency=1), tmp_path / "out"
 
-    def cancel(report: Report) -> None:
+    def cancel(report: SweepReport) -> None:
         if report.count("running") and any(row.standing.finished for row in report.rows):
             assert Sweep.of(FolderObjects(out), runs).cancel() == 1
 
@@ -273,8 +273,8 @@ def test_workers_that_cannot_begin_end_the_sweep(tmp_path, jobs, fork, monkeypat
 
 
 def test_what_a_worker_has_loaded_it_plays_first(jobs, tmp_path):
-    mixed = [Job(job.spec) for job in jobs(2)] + [
-        Job(replace(job.spec, model="null")) for job in jobs(2)
+    mixed = [SweepRun(job.spec) for job in jobs(2)] + [
+        SweepRun(replace(job.spec, model="null")) for job in jobs(2)
     ]
     order = [mixed[0], mixed[2], mixed[1], mixed[3]]
     sweep, one = worker_here(tmp_path, order)
