@@ -19,6 +19,7 @@ import random
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -40,7 +41,7 @@ from agentbench_kv.sweeps.executors import (
 )
 from agentbench_kv.sweeps.grid import SweepRun
 from agentbench_kv.sweeps.journal import read_journals
-from agentbench_kv.sweeps.supervise import Supervisor, SweepReport
+from agentbench_kv.sweeps.supervise import Supervisor
 from agentbench_kv.sweeps.sweep import Command, Sweep
 from agentbench_kv.sweeps.worker import opened
 
@@ -73,39 +74,39 @@ def figures(folder: Path) -> dict[str, Any]:
     return {key: {name: each.get(name) for name in EXACT} for key, each in found.items()}
 
 
-class Killer:
+class Killer(threading.Thread):
     """Kills workers that play, at random moments."""
 
-    def __init__(self, sweep: Sweep, kills: int, seed: int) -> None:
+    def __init__(self, sweep: Sweep, kills: int, seed: int, apart_s: float) -> None:
+        super().__init__(daemon=True)
         self.left = kills
-        self.killed = Counter[str]()
         self._sweep = sweep
         self._random = random.Random(seed)
-        self._next = time.monotonic()
+        self._apart_s = apart_s
         self._dead: set[str] = set()
 
-    def __call__(self, report: SweepReport) -> None:
-        """Look at a sweep, and strike or not."""
-        if not self.left or time.monotonic() < self._next:
-            return
-        playing = {
-            worker: events for worker, events in self._journals().items()
-            if worker not in self._dead and events[-1].event == "began"
-        }  # fmt: skip
-        if not playing:
-            return
-        worker = self._random.choice(sorted(playing))
+    def run(self) -> None:
+        """Strike until as many have died as asked."""
+        while self.left:
+            time.sleep(0.05)
+            playing = {
+                worker: events
+                for worker, events in self._journals().items()
+                if worker not in self._dead and events[-1].event == "began"
+            }
+            if playing and self._strike(self._random.choice(sorted(playing)), playing):
+                time.sleep(self._random.uniform(0.0, self._apart_s))
+
+    def _strike(self, worker: str, playing: dict[str, Any]) -> bool:
         pid = int(playing[worker][0].words.split()[1])
         try:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:
-            return
+            return False
         self._dead.add(worker)
         self.left -= 1
-        self.killed[playing[worker][-1].run] += 1
-        done = report.count("done")
-        print(f"killed {worker} (pid {pid}), {done} runs done", flush=True)
-        self._next = time.monotonic() + self._random.uniform(0.0, 6.0)
+        print(f"killed {worker} (pid {pid}) in {playing[worker][-1].run}", flush=True)
+        return True
 
     def _journals(self) -> dict[str, Any]:
         found = read_journals(self._sweep.objects, f".sweeps/{self._sweep.name}/workers")
@@ -143,6 +144,7 @@ def main() -> int:
     parser.add_argument("--engine", default="embedded", choices=("embedded", "scripted"))
     for name, default in (("runs", 48), ("kills", 10), ("limit", 1), ("seed", 0), ("workers", 2)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--apart", type=float, default=6.0, help="most seconds between kills")
     asked = parser.parse_args()
     runs = runs_of(asked.runs, asked.engine, asked.limit)
     began = time.monotonic()
@@ -152,7 +154,8 @@ def main() -> int:
     objects, place = objects_at(str(out)), opened(str(out))[1]
     sweep = Sweep.of(objects, runs)
     command: Command = sweep.register(asked.on, 1, None)
-    killer, began = Killer(sweep, asked.kills, asked.seed), time.monotonic()
+    killer, began = Killer(sweep, asked.kills, asked.seed, asked.apart), time.monotonic()
+    killer.start()
     with tempfile.TemporaryDirectory() as scratch:
         executor = executor_of(asked.on, out / "logs", Path(scratch))
         whole = Supervisor(str(out), sweep, place, command, executor, asked.workers, killer).run()

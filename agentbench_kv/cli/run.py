@@ -29,6 +29,7 @@ from agentbench_kv.cli.config import config_option, save, save_option
 @click.pass_context
 def run(
     ctx: click.Context,
+    /,
     shared: dict[str, Any],
     out: Path,
     max_cost: float | None,

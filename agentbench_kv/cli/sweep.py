@@ -76,6 +76,7 @@ sweep_option = opt.local("--sweep name", "Its name, or how it begins, where ther
 @click.pass_context
 def start(
     ctx: click.Context,
+    /,
     file: Path | None,
     shared: dict[str, Any],
     out: str,
@@ -109,9 +110,9 @@ def start(
 
 def _plan(file: Path | None, limits: Mapping[str, Any]) -> SweepFile:
     """Return the sweep of a file, or that of options alone; `limits` come before the file's."""
-    from agentbench_kv.sweeps.config import RunGrid, SweepFile, read_sweep
+    from agentbench_kv.sweeps.config import SweepFile, read_sweep
 
-    plan = SweepFile(runs=[RunGrid()]) if file is None else read_sweep(file)
+    plan = SweepFile.model_validate({"runs": [{}]}) if file is None else read_sweep(file)
     needs = {name: limits[name] for name in ("cpus", "gpus") if limits[name] is not None}
     rest = {name: limits[name] for name in ("workers", "retries", "hours") if limits[name]}
     rest |= {"retries": limits["retries"]} if limits["retries"] is not None else {}
@@ -167,7 +168,7 @@ def _executor(
 
     if settings and on != "slurm":
         raise UsageError(f"--slurm {next(iter(settings))}: only with --on slurm")
-    logs = (folder or Path.cwd() / "sweep-logs") / ".sweeps" / name / "logs"
+    logs = (folder / ".sweeps" if folder is not None else Path("sweep-logs")) / name / "logs"
     if on == "ray":
         return RayExecutor(work)
     if on == "slurm":

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from agentbench_kv.errors import PrerequisiteError
+from agentbench_kv.errors import PrerequisiteError, UsageError
 from agentbench_kv.sweeps.worker import Order
 
 Work = Callable[[dict[str, Any]], None]  # what a worker's process does with `Order.document`
@@ -71,6 +71,8 @@ class Process(StartedWorker):
         if code is None:
             return None
         if self._free is not None:
+            if self.process.stdin is not None:
+                self.process.stdin.close()
             self._free()
             self._free = None
         return "" if code == 0 else f"exit code {code}; {_last_line(self._log)}"
@@ -115,6 +117,7 @@ class LocalExecutor(SweepExecutor):
             process = subprocess.Popen(
                 [sys.executable, "-m", "agentbench_kv.cli.sweep_worker", _told(order)],
                 stdin=subprocess.PIPE,  # its end is how a worker learns that this process is gone
+                start_new_session=True,  # Ctrl-C is for this process, which tells the workers
                 stdout=file,
                 stderr=file,
                 env={**os.environ, **_share(order.cpus, mine)},
@@ -168,7 +171,10 @@ class RayExecutor(SweepExecutor):
         self._work = work
         self._began = not ray.is_initialized()
         if self._began:
-            ray.init(log_to_driver=False, include_dashboard=False, configure_logging=False)
+            try:
+                ray.init(log_to_driver=False, include_dashboard=False, configure_logging=False)
+            except (OSError, RuntimeError, ValueError) as error:
+                raise PrerequisiteError(f"--on ray: {_one_line(error)}") from error
 
     def start(self, order: Order) -> StartedWorker:
         # A worker that dies is replaced by the sweep, which counts its deaths.
@@ -198,7 +204,7 @@ class RayTask(StartedWorker):
         try:
             self._ray.get(self._reference)
         except self._ray.exceptions.RayError as error:
-            return " ".join(str(error).split())[:300]
+            return _one_line(error)
         return ""
 
     def stop(self) -> None:
@@ -230,18 +236,27 @@ class SlurmExecutor(SweepExecutor):
             self._executor = submitit.AutoExecutor(logs.resolve(), cluster=self._cluster)
         except (RuntimeError, ValueError) as error:
             raise PrerequisiteError(
-                f"--on slurm: {' '.join(str(error).split())}; run it where sbatch is, or on this "
-                "machine with --slurm cluster=local"
+                f"--on slurm: {_one_line(error)}; run it where sbatch is, or on this machine with "
+                "--slurm cluster=local"
             ) from error
         minutes = DAY_MINUTES if hours is None else max(LEAST_MINUTES, round(60 * hours) + 1)
-        self._settings = {"timeout_min": minutes, **_typed(chosen, self._cluster)}
+        settings = {"timeout_min": minutes, **_typed(chosen, self._cluster)}
+        try:
+            self._executor.update_parameters(name="kvbench", **settings)
+        except (NameError, TypeError, ValueError) as error:
+            raise UsageError(f"--slurm: {_one_line(error)}") from error
 
     def start(self, order: Order) -> StartedWorker:
         gpus = {"gpus_per_node": order.gpus} if order.gpus else {}
-        self._executor.update_parameters(
-            **{"name": "kvbench", "cpus_per_task": order.cpus, **gpus, **self._settings}
-        )
-        return SlurmJob(self._executor.submit(self._work, order.document()))
+        self._executor.update_parameters(cpus_per_task=order.cpus, **gpus)
+        try:
+            return SlurmJob(self._executor.submit(self._work, order.document()))
+        except (RuntimeError, OSError, subprocess.SubprocessError) as error:
+            raise PrerequisiteError(f"--on slurm: sbatch refused: {_one_line(error)}") from error
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]
 
 
 def _typed(settings: Mapping[str, str], cluster: str) -> dict[str, Any]:
@@ -270,7 +285,7 @@ class SlurmJob(StartedWorker):
             return None
         with contextlib.suppress(Exception):
             error = self.job.exception()
-            return "" if error is None else " ".join(str(error).split())[:300]
+            return "" if error is None else _one_line(error)
         return f"job {self.job.job_id} left no result ({self.job.paths.stderr})"
 
     def stop(self) -> None:
