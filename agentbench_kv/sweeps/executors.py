@@ -173,7 +173,7 @@ class RayExecutor(SweepExecutor):
         if self._began:
             try:
                 ray.init(log_to_driver=False, include_dashboard=False, configure_logging=False)
-            except (OSError, RuntimeError, ValueError) as error:
+            except Exception as error:
                 raise PrerequisiteError(f"--on ray: {_one_line(error)}") from error
 
     def start(self, order: Order) -> StartedWorker:
@@ -240,9 +240,9 @@ class SlurmExecutor(SweepExecutor):
                 "--slurm cluster=local"
             ) from error
         minutes = DAY_MINUTES if hours is None else max(LEAST_MINUTES, round(60 * hours) + 1)
-        settings = {"timeout_min": minutes, **_typed(chosen, self._cluster)}
+        options: dict[str, Any] = {"timeout_min": minutes, **_typed(chosen, self._cluster)}
         try:
-            self._executor.update_parameters(name="kvbench", **settings)
+            self._executor.update_parameters(name="kvbench", **options)
         except (NameError, TypeError, ValueError) as error:
             raise UsageError(f"--slurm: {_one_line(error)}") from error
 

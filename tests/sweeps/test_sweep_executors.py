@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -34,6 +34,7 @@ def test_workers_that_are_killed_lose_nothing(tmp_path, on):
     command = [sys.executable, str(FAULTS), "--out", str(tmp_path), "--on", on, "--runs", "4"]
     small = ["--kills", "1", "--engine", "scripted", "--limit", "20"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "KVBENCH_HOME": str(tmp_path / "home")}
+    environment |= {"RAY_AUTH_MODE": "disabled", "RAY_raylet_start_wait_time_s": "300"}
     done = subprocess.run(
         [*command, *small],
         capture_output=True,
@@ -50,8 +51,10 @@ def test_workers_that_are_killed_lose_nothing(tmp_path, on):
 class Popen:
     """Starts nothing."""
 
-    started: list[dict[str, str]] = []
+    started: ClassVar[list[dict[str, str]]] = []
     code: int | None = None
+
+    stdin = None
 
     def __init__(self, command: list[str], env: dict[str, str], **_: Any) -> None:
         del command
@@ -112,10 +115,7 @@ def test_how_a_worker_ended_is_the_last_line_of_its_log(local, tmp_path, monkeyp
 def test_a_package_that_is_missing_is_named_with_its_extra(tmp_path, monkeypatch, package):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(PrerequisiteError, match=r"pip install 'agentbench-kv\[") as caught:
-        if package == "ray":
-            RayExecutor(print)
-        else:
-            SlurmExecutor(print, tmp_path, {}, None)
+        RayExecutor(print) if package == "ray" else SlurmExecutor(print, tmp_path, {}, None)
     assert "\n" not in str(caught.value)
 
 
