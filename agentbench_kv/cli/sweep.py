@@ -18,7 +18,6 @@ from agentbench_kv.cli.config import given
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from agentbench_kv.results.objects import Objects
     from agentbench_kv.sweeps.config import SweepFile
     from agentbench_kv.sweeps.executors import SweepExecutor
     from agentbench_kv.sweeps.grid import SweepRun
@@ -92,7 +91,6 @@ def start(
     Options replace those of the same name in FILE.
     """
     from agentbench_kv.cli.interrupts import interruptible
-    from agentbench_kv.results.objects import objects_at
     from agentbench_kv.run.calibration import identified
     from agentbench_kv.sweeps.grid import jobs_of
 
@@ -104,7 +102,7 @@ def start(
         return 0
     settings = opt.parse_settings(slurm_settings, "--slurm")
     with interruptible(), _showing(quiet or as_json) as show:
-        report = _run(objects_at(out), jobs, out, plan, on, settings, show)
+        report = _run(jobs, out, plan, on, settings, show)
     return _show_end(report, out, as_json)
 
 
@@ -128,7 +126,6 @@ def _checked(jobs: Sequence[SweepRun]) -> Sequence[SweepRun]:
 
 
 def _run(
-    objects: Objects,
     jobs: Sequence[SweepRun],
     out: str,
     plan: SweepFile,
@@ -138,7 +135,7 @@ def _run(
 ) -> SweepReport:
     from dataclasses import replace
 
-    from agentbench_kv.results.objects import local_folder
+    from agentbench_kv.results.objects import local_folder, objects_at
     from agentbench_kv.run.calibration import identified
     from agentbench_kv.sweeps.place import check_locks
     from agentbench_kv.sweeps.supervise import Supervisor
@@ -150,7 +147,7 @@ def _run(
         check_locks(folder)
         out = str(folder.resolve())
     # Calibrations are made here, once: their hashes are part of what the runs are.
-    known = Sweep.of(objects, [replace(job, spec=identified(job.spec)) for job in jobs])
+    known = Sweep.of(objects_at(out), [replace(job, spec=identified(job.spec)) for job in jobs])
     until = None if plan.hours is None else time.time() + 3600 * plan.hours
     executor = _executor(on, folder, known.name, settings, plan.hours)
     command = known.register(on, plan.retries, until)
@@ -216,18 +213,11 @@ def cancel(out: str, name: str | None) -> None:
 
 
 @sweep.command()
-@click.argument("file", required=False, type=opt.FILE)
-def schema(file: Path | None) -> None:
-    """Write the JSON schema of a sweep's file to FILE, for editors; without, print it."""
-    import json
-
-    from agentbench_kv.results.files import write_atomic
+def schema() -> None:
+    """Print the JSON schema of a sweep's file, for editors."""
     from agentbench_kv.sweeps.config import schema as described
 
-    if file is None:
-        opt.print_json(described())
-    else:
-        write_atomic(file, json.dumps(described(), indent=2).encode() + b"\n")
+    opt.print_json(described())
 
 
 def _found(out: str, name: str | None) -> tuple[Sweep, RunPlace]:

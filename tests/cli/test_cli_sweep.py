@@ -169,9 +169,8 @@ def test_options_are_saved_and_read_again(kvbench):
     assert documents(kvbench("sweep", "s.yaml", "--dry-run", "--json")) != []
 
 
-def test_the_schema_goes_to_a_file(kvbench):
-    assert kvbench("sweep", "schema", "sweep.json").returncode == 0
-    assert json.loads(Path("sweep.json").read_text()) == documents(kvbench("sweep", "schema"))
+def test_the_schema_is_printed(kvbench):
+    assert documents(kvbench("sweep", "schema"))["title"] == "kvbench sweep"
 
 
 @pytest.mark.slow

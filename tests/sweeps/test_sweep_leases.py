@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import signal
 import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, unquote
 
+import fsspec
 import pytest
 
 from agentbench_kv.errors import KVBenchError
@@ -20,6 +24,7 @@ from agentbench_kv.sweeps import leases
 from agentbench_kv.sweeps.grid import SweepRun
 from agentbench_kv.sweeps.leases import CLAIMS, PUBLISHED, STAGED, RemotePlace
 from agentbench_kv.sweeps.place import State
+from agentbench_kv.sweeps.supervise import Supervisor, SweepReport
 from agentbench_kv.sweeps.sweep import Sweep
 from agentbench_kv.sweeps.worker import Order, Worker
 
@@ -81,6 +86,75 @@ def test_three_workers_on_one_store_play_every_run_once(
         assert objects.names(f"{job.name}/transcripts")
         assert len([n for n in objects.names(CLAIMS) if n.startswith(job.name)]) == 1
     assert not any(objects.names(f"{STAGED}/{job.name}.1") for job in runs)
+
+
+class Bucket(fsspec.AbstractFileSystem):  # type: ignore[misc]
+    """An object store of several processes: whole objects, exclusive creation."""
+
+    protocol = "bucket"
+    cachable = False
+
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
+        self._root = Path(os.environ["BUCKET"])
+
+    def _file(self, path: str) -> Path:
+        return self._root / quote(self._strip_protocol(path), safe="")
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **_: Any) -> None:
+        whole = self._root / f"part-{uuid.uuid4().hex}"
+        whole.write_bytes(value)
+        if mode == "overwrite":
+            whole.replace(self._file(path))
+            return
+        try:
+            os.link(whole, self._file(path))
+        finally:
+            whole.unlink()
+
+    def cat_file(self, path: str, **_: Any) -> bytes:
+        return self._file(path).read_bytes()
+
+    def rm_file(self, path: str) -> None:
+        self._file(path).unlink()
+
+    def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
+        del detail
+        names = (unquote(each.name) for each in self._root.iterdir())
+        inside = self._strip_protocol(path) + "/"
+        return [
+            {"name": name, "type": "file", "size": 0}
+            for name in names
+            if name.startswith(inside) and "/" not in name.removeprefix(inside)
+        ]
+
+
+@pytest.mark.usefixtures("impatient")
+def test_three_processes_on_one_store_of_which_two_are_killed(
+    jobs, fork, tmp_path, sequential, played, monkeypatch
+):
+    fsspec.register_implementation("bucket", Bucket, clobber=True)
+    (tmp_path / "bucket").mkdir()
+    monkeypatch.setenv("BUCKET", str(tmp_path / "bucket"))
+    monkeypatch.setattr(leases, "LEASE_S", 3.0)
+    runs, objects = jobs(6, limit=4), objects_at("bucket://runs")
+    sweep = Sweep.of(objects, runs)
+    command = sweep.register("here", 1, None)
+    kills = [2, 1]
+
+    def kill(report: SweepReport) -> None:
+        if kills and report.count("running") >= kills[-1]:
+            alive = [each for each in fork.workers if each.process.is_alive()]
+            os.kill(alive[0].process.pid, signal.SIGKILL)
+            kills.pop()
+
+    place = RemotePlace(objects)
+    supervisor = Supervisor("bucket://runs", sweep, place, command, fork, 3, kill)
+    assert supervisor.run().over
+    assert not kills
+    assert played(download(objects, tmp_path / "got", runs), runs) == sequential(runs)
+    published = objects.names(PUBLISHED)
+    assert sorted(published) == sorted(job.name for job in runs)
 
 
 @pytest.mark.usefixtures("impatient")
