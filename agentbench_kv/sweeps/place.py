@@ -77,13 +77,12 @@ class LocalPlace(RunPlace):
         if info is None:
             return RunStanding(State.FREE)
         finished = len(reader.finished_trials())
-        found = RunStanding(_state(info, finished), finished, info.expected_trials)
-        if found.state is State.DONE:
-            self._done[run] = found
         who = holder(info, time.time())
-        return (
-            found if who is None else RunStanding(State.HELD, finished, info.expected_trials, who)
-        )
+        state = State.HELD if who else _state(info, finished)
+        found = RunStanding(state, finished, info.expected_trials, who or "")
+        if state is State.DONE:
+            self._done[run] = found
+        return found
 
 
 def _state(info: RunInfo, finished: int) -> State:
