@@ -255,6 +255,27 @@ def test_a_budget_of_hours_interrupts_what_is_under_way(tmp_path, jobs, fork, mo
     assert all(not each.process.is_alive() for each in fork.workers)
 
 
+@pytest.mark.parametrize("why", ["cancelled", "out of time"])
+def test_a_worker_ends_by_itself_wherever_its_starter_is(tmp_path, jobs, fork, monkeypatch, why):
+    slowly(monkeypatch, 0.3)
+    runs, out = jobs(1, limit=50, concurrency=1), tmp_path / "out"
+    sweep = Sweep.of(FolderObjects(out), runs)
+    until = time.time() + 3 if why == "out of time" else None
+    command = sweep.register("nobody", 1, until)
+    started = fork.start(Order(str(out), sweep.name, command.id, "w"))
+    while not LocalPlace(out).standings([runs[0].name])[runs[0].name].finished:
+        time.sleep(0.05)
+        assert started.process.is_alive()
+    if why == "cancelled":
+        sweep.cancel()
+    started.process.join()
+    assert started.process.exitcode == 130
+    lines = (FolderObjects(out).read(f".sweeps/{sweep.name}/workers/w.jsonl") or b"").splitlines()
+    assert sweeps_event(lines[-1]).event == "interrupted"
+    rows, _ = sweep.rows(LocalPlace(out), command)
+    assert (rows[0].state, rows[0].failed, rows[0].died) == ("waiting", 0, 0)
+
+
 def test_workers_take_only_the_runs_they_have_the_cores_for(tmp_path, jobs):
     runs = [replace(job, cpus=1 + number % 2) for number, job in enumerate(jobs(4))]
     sweep, one = worker_here(tmp_path, runs)
