@@ -14,18 +14,21 @@ from typing import Any
 
 import pytest
 
+from agentbench_kv.engines.embedded.model import _load
 from agentbench_kv.errors import EngineGoneError, PrerequisiteError, UsageError
 from agentbench_kv.results import store
 from agentbench_kv.results.objects import FolderObjects
 from agentbench_kv.results.store import RunReader, RunStore
 from agentbench_kv.run import runner, trial
+from agentbench_kv.run.spec import RunSpec, resolve
 from agentbench_kv.sweeps import place as places
 from agentbench_kv.sweeps import sweep as sweeps
 from agentbench_kv.sweeps import worker as workers
 from agentbench_kv.sweeps.grid import SweepRun
-from agentbench_kv.sweeps.place import LocalPlace, check_locks
-from agentbench_kv.sweeps.supervise import Supervisor, SweepReport
-from agentbench_kv.sweeps.sweep import Sweep
+from agentbench_kv.sweeps.journal import Histories
+from agentbench_kv.sweeps.place import LocalPlace, RunStanding, State, check_locks
+from agentbench_kv.sweeps.supervise import Supervisor, SweepReport, report_of
+from agentbench_kv.sweeps.sweep import RunRow, Sweep
 from agentbench_kv.sweeps.worker import Order, Worker
 
 
@@ -359,3 +362,29 @@ def test_a_plan_that_is_damaged_is_one_line(tmp_path, jobs, damaged):
             Sweep.load(FolderObjects(tmp_path), sweep.name)
         except UsageError as error:
             assert "\n" not in str(error)  # noqa: PT017
+
+
+def test_the_time_left_is_by_what_was_done(jobs):
+    states = [State.DONE, State.DONE, State.HELD, State.FREE]
+    rows = [RunRow(job, RunStanding(state)) for job, state in zip(jobs(4), states, strict=True)]
+    known = Histories({}, set(), [8.0, 12.0])
+    # One run waits and one is taken for half done, for the one worker that plays.
+    assert report_of(rows, known).left_s == 15.0
+    assert report_of(rows, Histories({}, set(), [])).left_s is None
+    assert report_of(rows[:2], known).left_s == 0.0
+    lost = RunRow(rows[3].job, rows[3].standing, given_up=True)
+    assert report_of([*rows[:2], lost], known).over
+
+
+def test_a_model_is_loaded_once_for_all_runs_of_a_worker(tmp_path, sequential, played):
+    def run(method: str, budget: int, seed: int) -> SweepRun:
+        spec = RunSpec("embedded", "micro", method, budget, "micro/recall-1k", seed=seed, limit=1)
+        return SweepRun(resolve(spec, {}))
+
+    runs = [run("snapkv", 64, 0), run("streamingllm", 96, 0), run("snapkv", 96, 1)]
+    _load.cache_clear()
+    _, one = worker_here(tmp_path / "out", runs)
+    one.work()
+    assert _load.cache_info().misses == 1
+    _load.cache_clear()
+    assert played(tmp_path / "out", runs) == sequential(runs)
