@@ -376,6 +376,7 @@ def test_the_time_left_is_by_what_was_done(jobs):
     assert report_of([*rows[:2], lost], known).over
 
 
+@pytest.mark.slow
 def test_a_model_is_loaded_once_for_all_runs_of_a_worker(tmp_path, sequential, played):
     def run(method: str, budget: int, seed: int) -> SweepRun:
         spec = RunSpec("embedded", "micro", method, budget, "micro/recall-1k", seed=seed, limit=1)
