@@ -50,8 +50,9 @@ from agentbench_kv.phases.machine import FAMILIES, PhaseMachine, PhaseTable
 from agentbench_kv.phases.syntax import SYNTAXES
 from agentbench_kv.phases.tokens import TokenCodec, load_tokenizer
 from agentbench_kv.results.files import append_lines
+from agentbench_kv.results.lines import parse_lines, read_lines
 from agentbench_kv.results.records import TrialRecord, TurnRecord, encode
-from agentbench_kv.results.store import latest_trials, latest_turns, parse_lines, read_lines
+from agentbench_kv.results.store import latest_trials, latest_turns
 
 PATIENCE_S = 10.0
 Rng = random.Random

@@ -49,6 +49,7 @@ ALLOWED = {
         "kernels", "memories", "methods", "phases", "registry", "results", "training",
     },
     "serving_bench": {"budget", "engines", "gateway", "registry", "results", "run"},
+    "sweeps": {"budget", "results", "run"},
     "training": {"adapters", "gateway", "methods", "results"},
 }  # fmt: skip
 ALLOWED["cli"] = set(ALLOWED)

@@ -22,7 +22,7 @@ VERBS = (
     "ablate", "analyze", "baseline", "bench", "browser", "calibrate", "capture", "compare",
     "completion", "convert", "data", "demo", "doctor", "env", "export", "fidelity", "judge",
     "leaderboard", "ls", "report", "run", "select", "selftest", "serve", "show", "summarize",
-    "train",
+    "sweep", "train",
 )  # fmt: skip
 # Verbs that share a file with a closely related one.
 _FILES = {
@@ -67,7 +67,7 @@ def main() -> None:
 def _run() -> None:
     try:
         streams.mend_streams()
-        _show_notes()
+        show_notes()
         process_env.apply()
         try:
             code = kvbench.main(standalone_mode=False) or 0
@@ -106,7 +106,7 @@ _TOO_LONG = re.compile("limit .* for integer string conversion")
 _NO_MEMORY = re.compile("can't allocate memory|out of memory|Storage size calculation overflowed")
 
 
-def _show_notes() -> None:
+def show_notes() -> None:
     """Print the package's own log lines, such as that kernels are being compiled, on stderr."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(message)s"))

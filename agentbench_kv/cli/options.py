@@ -195,6 +195,35 @@ def spec_options(command: F) -> F:
     return gathered  # type: ignore[return-value]
 
 
+GRID_OPTIONS = (
+    shown(
+        "--method methods",
+        "Method, or method@preset; repeatable. [default: agentkv; full without a budget, or on an "
+        "engine that cannot compress]",
+        multiple=True,
+    ),
+    shown(
+        "--budget budgets TOKENS",
+        "Kept per (layer, KV head): tokens (3072, 3k) or share of the session (25%); repeatable.",
+        multiple=True,
+    ),
+    option(
+        "--task tasks",
+        "Benchmark slice; repeatable. See kvbench ls tasks.",
+        default=("micro/recall-5k",),
+    ),
+    option("--seed seeds", "Repeatable.", default=(0,)),
+    set_option("Parameter of the method or the task; repeatable. See kvbench ls methods|tasks."),
+)
+
+
+def grid_options(command: F) -> F:
+    """Add the options that make a grid of runs."""
+    for declare in reversed(GRID_OPTIONS):
+        command = declare(command)
+    return command
+
+
 def base_spec(
     shared: dict[str, Any],
     method: str = "",
@@ -203,17 +232,11 @@ def base_spec(
     seed: int = 0,
 ) -> RunSpec:
     """Return the spec all runs of a command share; what is not named is to be filled in."""
-    from agentbench_kv.registry import load_engine
-    from agentbench_kv.run.spec import RunSpec
+    from agentbench_kv.run.spec import unresolved
 
     plain = {**shared, "engine_args": parse_settings(shared["engine_args"], "--engine-arg")}
     plain |= {"timeout_s": plain.pop("timeout"), "task": task, "seed": seed}
-    plain |= {name: plain[name] or 0 for name in ("context_limit", "max_live_tokens")}
-    for name in ("tool_syntax", "kv_dtype"):
-        plain[name] = plain[name].replace("auto", "")
-    if plain["concurrency"] is None:
-        plain["concurrency"] = load_engine(plain["engine"]).at_once
-    return RunSpec(method=method, budget=parse_budget(budget), **plain)
+    return unresolved(method=method, budget=parse_budget(budget), **plain)
 
 
 def _finite(document: Any) -> Any:

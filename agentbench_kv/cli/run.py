@@ -9,27 +9,11 @@ import click
 
 from agentbench_kv.budget import Budget
 from agentbench_kv.cli import options as opt
+from agentbench_kv.cli.config import config_option, save, save_option
 
 
 @click.command()
-@opt.shown(
-    "--method methods",
-    "Method, or method@preset; repeatable. [default: agentkv; full without a budget, or on an "
-    "engine that cannot compress]",
-    multiple=True,
-)
-@opt.shown(
-    "--budget budgets TOKENS",
-    "Kept per (layer, KV head): tokens (3072, 3k) or share of the session (25%); repeatable.",
-    multiple=True,
-)
-@opt.option(
-    "--task tasks",
-    "Benchmark slice; repeatable. See kvbench ls tasks.",
-    default=("micro/recall-5k",),
-)
-@opt.option("--seed seeds", "Repeatable.", default=(0,))
-@opt.set_option("Parameter of the method or the task; repeatable. See kvbench ls methods|tasks.")
+@opt.grid_options
 @opt.spec_options
 @opt.out_option()
 @opt.shown(
@@ -37,13 +21,19 @@ from agentbench_kv.cli import options as opt
     "Stop once this much is spent (engine api, prices from KVBENCH_API_PRICES).",
     opt.ABOVE_ZERO,
 )
+@config_option
+@save_option
 @opt.dry_run_option
 @opt.quiet_option
 @opt.json_option
+@click.pass_context
 def run(
+    ctx: click.Context,
+    /,
     shared: dict[str, Any],
     out: Path,
     max_cost: float | None,
+    save_config: Path | None,
     dry_run: bool,
     quiet: bool,
     as_json: bool,
@@ -62,6 +52,8 @@ def run(
 
     if max_cost is not None:
         _check_billed(shared["engine"])
+    if save_config is not None:
+        save(save_config, ctx, {**shared, **asked})
     specs = grid(
         opt.base_spec(shared),
         asked["methods"] or default_methods(shared["engine"], asked["budgets"]),

@@ -22,8 +22,9 @@ from agentbench_kv.engines.base import Capability
 from agentbench_kv.errors import KVBenchError, UsageError
 from agentbench_kv.registry import load_engine
 from agentbench_kv.results.files import file_sha
+from agentbench_kv.results.lines import Lines
 from agentbench_kv.results.records import TrialRecord, TrialStatus, TurnRecord
-from agentbench_kv.results.store import Lines, RunInfo, RunReader, TrialKey, latest_turns
+from agentbench_kv.results.store import RunInfo, RunReader, TrialKey, latest_turns
 from agentbench_kv.results.submissions import Manifest, SubmittedRun
 from agentbench_kv.results.summary import FILE as SUMMARY
 from agentbench_kv.run.spec import RunSpec

@@ -19,9 +19,10 @@ from pydantic import BaseModel, PlainValidator, ValidationError
 from agentbench_kv import __version__
 from agentbench_kv.errors import UsageError
 from agentbench_kv.results.files import children, locate, reaching, write_atomic
+from agentbench_kv.results.lines import Lines
 from agentbench_kv.results.records import REFUSED, TrialRecord, TrialStatus, checked, encode
 from agentbench_kv.results.runs import Problem, Run, load_runs, run_folders
-from agentbench_kv.results.store import Lines, RunInfo, RunStore, latest_trials
+from agentbench_kv.results.store import RunInfo, RunStore, latest_trials
 from agentbench_kv.results.summary import derive
 
 SCHEMA = 1

@@ -27,6 +27,10 @@ LOCK_S = 30.0  # waited for a lock that is held for milliseconds
 _POLL_S = 0.02
 
 
+class LockedError(PrerequisiteError):
+    """Another process, which may be stopped, holds a lock for long."""
+
+
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Turn an OSError raised while `path` is written into a PrerequisiteError of one clear line."""
@@ -126,7 +130,7 @@ def _lock(fd: int, path: Path) -> None:
             break
         except BlockingIOError:
             if time.monotonic() >= end:
-                raise PrerequisiteError(
+                raise LockedError(
                     f"{path} was held for {LOCK_S:g} s by {_signature(fd)}: let that process go on "
                     "(kill -CONT) or end it, then run the same command again"
                 ) from None

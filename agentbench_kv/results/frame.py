@@ -20,8 +20,9 @@ from agentbench_kv.accounting import RECORDED
 from agentbench_kv.budget import Budget
 from agentbench_kv.errors import UsageError
 from agentbench_kv.results.files import Target, children, locate, reaching
+from agentbench_kv.results.lines import Lines, parse_lines
 from agentbench_kv.results.records import TrialRecord, TrialStatus
-from agentbench_kv.results.store import Lines, RunInfo, RunStatus, latest_trials, parse_lines
+from agentbench_kv.results.store import RunInfo, RunStatus, latest_trials
 from agentbench_kv.results.summary import RunState, assess
 
 METRIC_PREFIX = "metric_"

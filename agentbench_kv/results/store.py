@@ -19,11 +19,11 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Self
 
 import msgspec
 from msgspec import Struct
@@ -31,15 +31,24 @@ from pydantic import BaseModel, NonNegativeFloat, PositiveInt, ValidationError, 
 
 from agentbench_kv.errors import KVBenchError, PrerequisiteError, UsageError
 from agentbench_kv.results import files
-from agentbench_kv.results.records import REFUSED, TrialRecord, TurnRecord, checked, explained
+from agentbench_kv.results.lines import Lines, read_lines
+from agentbench_kv.results.records import TrialRecord, TurnRecord
 
 logger = logging.getLogger(__name__)
 
 STALE_S = 30.0
-WATCH_S = STALE_S  # how long a heartbeat of the future is watched
+WATCH_S = STALE_S  # how long a heartbeat is watched that this clock cannot judge
 FILE = "run.json"
 # Tokens of the runs this very process holds: a restarted container often gets the same pid.
 HELD: set[str] = set()
+
+
+class RunHeldError(UsageError):
+    """Another process is writing the run."""
+
+
+class RunLostError(UsageError):
+    """Another process took the run over from this one, which writes it no more."""
 
 
 class RunStatus(StrEnum):
@@ -72,6 +81,7 @@ class RunInfo(BaseModel, frozen=True):
     heartbeat: float
     pid: PositiveInt  # of the process that writes the run
     host: str
+    machine: str = ""  # where the pid means something, see `_machine`; unknown in older records
     owner: str  # a token that is new at every start
     wall_s: NonNegativeFloat = 0.0  # in which trials were played, over all starts
     expected_trials: int | None = None  # samples times trials; None while unknown
@@ -122,12 +132,24 @@ def ahead(info: RunInfo, now: float) -> bool:
     return running and info.heartbeat - now >= STALE_S and not _is_gone(info)
 
 
+def _unjudged(info: RunInfo, now: float) -> bool:
+    """Whether only watching shows if a run's writer is alive: its clock may not be this one."""
+    silent = (
+        info.status is RunStatus.RUNNING
+        and info.owner not in HELD
+        and now - info.heartbeat >= STALE_S
+        and not _is_here(info)
+    )
+    return silent or ahead(info, now)
+
+
 def _watch(path: Path) -> None:
-    """Refuse a run whose heartbeat is ahead of this clock, and moves: its writer is alive."""
+    """Refuse a run whose heartbeat this clock cannot judge, and moves: its writer is alive."""
     old = read_info(path)
-    if old is None or not ahead(old, time.time()):
+    if old is None or not _unjudged(old, time.time()):
         return
-    gap = f"{old.heartbeat - time.time():.0f} s ahead of this clock"
+    seconds = old.heartbeat - time.time()
+    gap = f"{abs(seconds):.0f} s {'ahead of' if seconds > 0 else 'behind'} this clock"
     logger.info(
         "kvbench: the heartbeat of %s is %s; seeing for %g s whether it moves", path, gap, WATCH_S
     )
@@ -135,8 +157,8 @@ def _watch(path: Path) -> None:
     while time.monotonic() < end:
         time.sleep(min(1.0, WATCH_S / 10))
         info = read_info(path)
-        if info is not None and info.heartbeat != old.heartbeat and ahead(info, time.time()):
-            raise UsageError(
+        if info is not None and info.heartbeat != old.heartbeat and _unjudged(info, time.time()):
+            raise RunHeldError(
                 f"run {info.run_id} is being written by {_writer(info)}, whose clock is {gap}; "
                 "wait for it or stop it"
             )
@@ -146,9 +168,25 @@ def _writer(info: RunInfo) -> str:
     return f"pid {info.pid} on {info.host}"
 
 
+def _machine() -> str:
+    """Name the running kernel and the process namespace, in which a pid is one process.
+
+    Two containers on a host may share its name, and have each a process of the same number.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"  # noqa: PTH115
+    except OSError:  # no Linux, or no /proc: the host's name must do
+        return ""
+
+
+def _is_here(info: RunInfo) -> bool:
+    return info.host == socket.gethostname() and info.machine in ("", _machine())
+
+
 def _is_gone(info: RunInfo) -> bool:
     """Whether the writer is certainly dead; only its own machine can tell."""
-    if info.host != socket.gethostname():
+    if not _is_here(info):
         return False
     if info.pid == os.getpid():
         return info.owner not in HELD
@@ -159,80 +197,6 @@ def _is_gone(info: RunInfo) -> bool:
     except PermissionError:  # it lives, as somebody else's
         pass
     return False
-
-
-R = TypeVar("R", bound=Struct)
-
-
-@dataclass(frozen=True)
-class Unreadable:
-    """A line this version cannot read in full: its number (from 1) and what is odd about it."""
-
-    line: int
-    reason: str
-
-
-@dataclass
-class Lines(Generic[R]):
-    """What a JSON-lines file holds: its records in order, the odd lines, a torn end or not."""
-
-    records: list[R] = field(default_factory=list)
-    unreadable: list[Unreadable] = field(default_factory=list)
-    torn: bool = False
-
-
-def read_lines(path: Path, kind: type[R]) -> Lines[R]:
-    """Read every record of a file; a missing one has none."""
-    if not path.exists():
-        return Lines()
-    with path.open("rb") as file:
-        return parse_lines(file, kind)
-
-
-def parse_lines(lines: Iterable[bytes], kind: type[R]) -> Lines[R]:
-    """Read a record from each line of an open binary file; a damaged file is never an error.
-
-    A line that is no record of this version is left out and reported; one that only has unknown
-    fields is read without them and reported. An incomplete last line is dropped.
-    """
-    found: Lines[R] = Lines()
-    decode = msgspec.json.Decoder(kind).decode
-    for number, raw in enumerate(lines, start=1):
-        try:
-            found.records.append(decode(raw))
-        except REFUSED as error:
-            if not raw.endswith(b"\n") and not files.is_json(raw):
-                found.torn = True
-            elif raw.strip():
-                reason = _read_odd(found.records, raw, kind, error)
-                found.unreadable.append(Unreadable(number, reason))
-    return found
-
-
-def _read_odd(records: list[R], raw: bytes, kind: type[R], error: Exception) -> str:
-    """Add what can be read of a line that was refused for `error`; return what is odd about it."""
-    unknown: list[str] = []
-    try:
-        data = msgspec.json.decode(raw)
-        unknown = _prune(data, kind)
-        records.append(checked(data, kind))
-    except REFUSED as again:
-        return explained(again if unknown else error)
-    return f"unknown field {', '.join(unknown)}"
-
-
-def _prune(data: Any, kind: type[Struct], place: str = "") -> list[str]:
-    """Drop the fields that `kind` does not have, and return where they were."""
-    if not isinstance(data, dict):
-        return []
-    known = {field.name: field.type for field in msgspec.structs.fields(kind)}
-    unknown = [place + name for name in data if name not in known]
-    for name in set(data) - set(known):
-        del data[name]
-    for name, inner in known.items():
-        if isinstance(inner, type) and issubclass(inner, Struct):
-            unknown += _prune(data.get(name), inner, f"{place}{name}.")
-    return unknown
 
 
 TrialKey = tuple[str, int]
@@ -334,7 +298,7 @@ class RunDir(RunReader):
         self._started: float | None = time.monotonic()
         self._lock = threading.RLock()
         self._stop = threading.Event()
-        self._lost: UsageError | None = None
+        self._lost: RunLostError | None = None
         self._beat = threading.Thread(target=self._keep_beating, name="kvbench-beat", daemon=True)
         self._beat.start()
 
@@ -354,8 +318,7 @@ class RunDir(RunReader):
         """Write a transcript as JSON and return its path inside the run directory."""
         name = transcript_name(sample_id, trial)
         path = self.path / name
-        with self._lock:
-            self._check_open()
+        with self._writing():
             with files.writing(path):
                 path.parent.mkdir(exist_ok=True)
             files.write_atomic(path, files.json_bytes(data, indent=1))
@@ -422,24 +385,35 @@ class RunDir(RunReader):
             raise UsageError(f"run {self._info.run_id} is closed: nothing is recorded any more")
 
     def _append(self, name: str, records: Sequence[Struct]) -> None:
+        with self._writing():
+            files.append_lines(self.path / name, map(msgspec.json.encode, records))
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Let nobody take the run over while it is written to, and write nothing once one has.
+
+        A process may be stopped for minutes between any two statements.
+        """
         with self._lock:
             self._check_open()
-            # A process that was suspended may have been taken for dead before its next heartbeat.
-            if self._lost is None and time.time() - self._info.heartbeat > STALE_S:
-                self._update()
             if self._lost is not None:
                 raise self._lost
-            files.append_lines(self.path / name, map(msgspec.json.encode, records))
+            with files.exclusive(self.path):
+                self._check_owner()
+                yield
+
+    def _check_owner(self) -> None:
+        current = read_info(self.path)
+        if current is not None and current.owner != self._info.owner:
+            self._lost = RunLostError(
+                f"run {self._info.run_id} was taken over by pid {current.pid} on "
+                f"{current.host}; this process stops writing it"
+            )
+            raise self._lost
 
     def _update(self, **changes: Any) -> None:
         with self._lock, files.exclusive(self.path):
-            current = read_info(self.path)
-            if current is not None and current.owner != self._info.owner:
-                self._lost = UsageError(
-                    f"run {self._info.run_id} was taken over by pid {current.pid} on "
-                    f"{current.host}; this process stops writing it"
-                )
-                raise self._lost
+            self._check_owner()
             active = 0.0 if self._started is None else time.monotonic() - self._started
             clock = {"heartbeat": time.time(), "wall_s": self._base_wall_s + active}
             self._info = self._info.model_copy(update=changes | clock)
@@ -462,6 +436,7 @@ def _claimed(
         "heartbeat": now,
         "pid": os.getpid(),
         "host": socket.gethostname(),
+        "machine": _machine(),
         "owner": uuid.uuid4().hex,
         "error": None,
     }
@@ -470,7 +445,7 @@ def _claimed(
         return RunInfo(run_id=path.name, spec=spec, created=now, **mine)
     who = holder(old, now)
     if who is not None:
-        raise UsageError(f"run {old.run_id} is being written by {who}; wait for it or stop it")
+        raise RunHeldError(f"run {old.run_id} is being written by {who}; wait for it or stop it")
     changed = _changes(old.spec, spec) | _changes(spec, old.spec)
     if changed:
         name = min(changed)

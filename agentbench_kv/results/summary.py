@@ -17,9 +17,10 @@ from agentbench_kv.accounting import TOTALS, LayerReach
 from agentbench_kv.budget import Budget
 from agentbench_kv.errors import UsageError
 from agentbench_kv.results.files import write_atomic
+from agentbench_kv.results.lines import Lines
 from agentbench_kv.results.records import LOST, TrialRecord, TrialStatus
 from agentbench_kv.results.stats import Interval, Scores, level, pass_levels
-from agentbench_kv.results.store import Lines, RunInfo, RunReader, RunStatus, latest_trials
+from agentbench_kv.results.store import RunInfo, RunReader, RunStatus, latest_trials
 
 GIVEN_TOKENS = "given tokens"  # the determinism of runs that generate nothing (fidelity)
 UNCOMPRESSED = frozenset({"full", "full-constrained"})

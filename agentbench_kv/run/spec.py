@@ -17,6 +17,7 @@ from agentbench_kv.phases.syntax import choose_syntax
 from agentbench_kv.registry import load_engine, load_task, make_method, names
 from agentbench_kv.results.store import prefix_parts, run_id
 
+ENGINE, MODEL, TASK = "embedded", "micro", "micro/recall-5k"  # where none is named
 _LONGEST_S = 366 * 86400  # beyond some such number, waiting for a lock overflows
 _RARE = (
     *("task_params", "engine_args", "context_limit", "max_live_tokens", "tool_syntax"),
@@ -84,6 +85,16 @@ class RunSpec:
         """Return the seed of one trial: the same for every method, engine and budget."""
         text = f"{self.seed}/{self.task}/{sample}/{trial}"
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") >> 1
+
+
+def unresolved(**options: Any) -> RunSpec:
+    """Return the spec of options as they are given; None stands for the default."""
+    plain = {name: value for name, value in options.items() if value is not None}
+    plain = {"engine": ENGINE, "model": MODEL, "task": TASK, "method": "", "budget": None} | plain
+    for name in ("tool_syntax", "kv_dtype"):
+        plain[name] = plain.get(name, "").replace("auto", "")
+    plain.setdefault("concurrency", load_engine(plain["engine"]).at_once)
+    return RunSpec(**plain)
 
 
 def resolve(spec: RunSpec, settings: Mapping[str, str]) -> RunSpec:

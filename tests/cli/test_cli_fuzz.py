@@ -237,7 +237,7 @@ WORK = (
     "conformance.tasks.task_suite", "conformance.models._family_row",
     "serving_bench.bench.measure_serving",
     "adapters.browser.judge.judge_run", "results.trackers.track_runs", "run.evoke_demo.Demo",
-    "cli.doctor.diagnose", "run.sidequest_training.train_sidequest",
+    "cli.doctor.diagnose", "cli.sweep._run", "run.sidequest_training.train_sidequest",
 )  # fmt: skip
 NUMBERS = [
     "0", "-1", "1", "2", "7", "x", "", "1" * 400, "9" * 18, "9" * 19, "9" * 5000, "1e3", "\uff11",

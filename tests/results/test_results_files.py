@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from agentbench_kv.errors import PrerequisiteError
 from agentbench_kv.results import files
 from agentbench_kv.results.files import append_lines, json_bytes, write_atomic
+from agentbench_kv.results.lines import read_lines
 from agentbench_kv.results.records import TrialRecord, encode
-from agentbench_kv.results.store import read_lines
 
 text = st.text(min_size=1, max_size=12)
 

@@ -16,6 +16,7 @@ from agentbench_kv.errors import UsageError
 from agentbench_kv.results.baseline import read_baseline, save_baseline
 from agentbench_kv.results.files import append_lines, json_bytes
 from agentbench_kv.results.frame import problems
+from agentbench_kv.results.lines import Lines, parse_lines, read_lines
 from agentbench_kv.results.records import (
     REFUSED,
     Count,
@@ -28,7 +29,7 @@ from agentbench_kv.results.records import (
     encode,
 )
 from agentbench_kv.results.site.runpage import read_turns
-from agentbench_kv.results.store import Lines, RunReader, parse_lines, read_lines
+from agentbench_kv.results.store import RunReader
 
 # Written, read and judged by the pydantic records that came before.
 OLD = Path(__file__).parent / "data" / "old"

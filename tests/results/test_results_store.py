@@ -545,3 +545,40 @@ def test_records_read_back_as_written(store, spec, make_trial):
         run.append_trial(record)
         assert run.trials() == [record]
         assert isinstance(run.trials()[0], TrialRecord)
+
+
+def test_a_run_that_is_taken_over_between_two_records_is_written_no_more(store, spec, make_trial):
+    """However fresh the heartbeat: a process may be stopped right before it appends."""
+    run = store.open("a", spec)
+    run.append_trial(make_trial("mine"))
+    rewrite(run.path, owner="thief", pid=4242, host="elsewhere")
+    for write in (
+        lambda: run.append_trial(make_trial("late")),
+        lambda: run.save_transcript("late", 0, {}),
+    ):
+        with pytest.raises(run_store.RunLostError, match="taken over by pid 4242 on elsewhere"):
+            write()
+    with pytest.raises(run_store.RunLostError):
+        run.close()
+    assert run.finished_trials() == {("mine", 0)}
+    assert not (run.path / "transcripts").exists()
+
+
+def test_a_silent_writer_elsewhere_whose_heartbeat_moves_holds_the_run(store, spec, monkeypatch):
+    """Its clock is behind by an hour, which says nothing about whether it is alive."""
+    monkeypatch.setattr(run_store, "WATCH_S", 60.0)
+    store.open("a", spec).close()
+    path = store.root / "a"
+    beat_ahead(path, -3600.0)
+    monkeypatch.setattr(run_store.logger, "info", lambda *_: beat_ahead(path, -3595.0))
+    with pytest.raises(run_store.RunHeldError, match="whose clock is 3600 s behind this clock"):
+        store.open("a", spec)
+
+
+def test_a_process_of_another_container_on_this_host_is_not_judged_by_its_number(store, spec):
+    """Two containers may share the host's name and have each a process of this number."""
+    store.open("a", spec).close()
+    beside = {"status": RunStatus.RUNNING, "heartbeat": time.time(), "owner": "other"}
+    rewrite(store.root / "a", machine="another kernel pid:[1]", **beside)
+    with pytest.raises(run_store.RunHeldError, match=f"pid {os.getpid()}"):
+        store.open("a", spec)

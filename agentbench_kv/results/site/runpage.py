@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from agentbench_kv.results.files import file_sha
+from agentbench_kv.results.lines import parse_lines
 from agentbench_kv.results.records import TrialRecord, TurnRecord
 from agentbench_kv.results.runs import Problem, Run
 from agentbench_kv.results.show import Segment, segments
 from agentbench_kv.results.site.charts import visible
-from agentbench_kv.results.store import RunReader, parse_lines, turns_by_index, turns_by_trial
+from agentbench_kv.results.store import RunReader, turns_by_index, turns_by_trial
 
 MOST_FAILURES = 200
 MOST_SAMPLES = 1000

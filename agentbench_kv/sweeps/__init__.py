@@ -1,0 +1,1 @@
+"""Sweeps: many runs, many workers, one folder."""
