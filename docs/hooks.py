@@ -31,6 +31,7 @@ from agentbench_kv.results.submissions import Manifest
 from agentbench_kv.results.summary import Summary
 
 ROOT = Path(__file__).parents[1]
+NOTEBOOK = ROOT / "docs/notebooks/paper_plots.ipynb"
 OF_THE_ROOT = {"changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md"}
 # What is written as JSON, with the file it is the content of.
 SCHEMAS: dict[str, tuple[str, Any]] = {
@@ -202,6 +203,21 @@ def _command(verb: str) -> click.Command:
     return command
 
 
+def notebook() -> str:
+    """Return the notebook's cells: text, code in fences, pictures it was saved with."""
+    parts = []
+    for cell in json.loads(NOTEBOOK.read_text("utf-8"))["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            parts.append(re.sub(r"^#", "##", source, flags=re.M))
+            continue
+        parts.append(f"```python\n{source}\n```")
+        found = (output.get("data", {}).get("image/png") for output in cell["outputs"])
+        pictures = ("".join(each.split()) for each in found if each)
+        parts += [f"![What the cell draws](data:image/png;base64,{each})" for each in pictures]
+    return "\n\n".join(parts)
+
+
 GENERATED: dict[str, Callable[[], str]] = {
     "commands": commands,
     "common parameters": common_parameters,
@@ -211,6 +227,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "tasks": tasks,
     "columns": columns,
     "schemas": schemas,
+    "notebook": notebook,
 }
 
 
