@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
 from pathlib import Path
@@ -13,7 +14,9 @@ from urllib.parse import unquote, urljoin, urlsplit
 
 import click
 import pytest
+import yaml
 
+from agentbench_kv import __version__
 from agentbench_kv.cli import VERBS, kvbench
 from agentbench_kv.registry import load_method, load_task, names
 from agentbench_kv.results.frame import COLUMNS
@@ -180,3 +183,11 @@ def test_the_readme_has_two_commands_one_picture_and_five_links():
     assert text.count("```bash\n") == 2
     assert text.count("![") == 1
     assert text.count("](") == 1 + 5
+
+
+def test_the_citation_is_of_this_version_and_date():
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))
+    assert cited["version"] == __version__
+    assert f"## {__version__} ({cited['date-released']})" in (ROOT / "CHANGELOG.md").read_text()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    assert (cited["license"], cited["keywords"]) == (project["license"], project["keywords"])
