@@ -6,6 +6,7 @@ Pages without a file in `docs/` (one per command, the change log, schemas) come 
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from collections.abc import Callable, Iterable
@@ -127,9 +128,9 @@ def columns() -> str:
     """Return the columns of `load_results`, first those of the run."""
     return "\n\n".join(
         [
-            "### Of the run",
+            "## Of the run",
             _columns(OF_RUN),
-            "### Of the trial",
+            "## Of the trial",
             _columns(OF_TRIAL),
         ]
     )
@@ -232,20 +233,29 @@ GENERATED: dict[str, Callable[[], str]] = {
 
 
 def command_page(verb: str) -> str:
-    """Return a page that mkdocs-click fills with a verb's options and those of its subcommands."""
-    callback: Any = _command(verb).callback
-    lines = [
-        "::: mkdocs-click",
-        f":module: {callback.__module__}",
-        f":command: {callback.__name__}",
-    ]
-    settings = [
-        f":prog_name: kvbench {verb}",
-        ":style: table",
-        ":depth: 0",
-        ":list_subcommands: True",
-    ]
-    return "\n    ".join([*lines, *settings]) + "\n"
+    """Return the page of a verb: what click says of it, and of its subcommands."""
+    command = _command(verb)
+    parts = _command_parts(f"# kvbench {verb}", f"kvbench {verb}", command)
+    for name, sub in sorted(getattr(command, "commands", {}).items()):
+        parts += _command_parts(f"## {name}", f"kvbench {verb} {name}", sub)
+    return "\n\n".join(parts) + "\n"
+
+
+def _command_parts(title: str, path: str, command: click.Command) -> list[str]:
+    context = click.Context(command, info_name=path)
+    usage = " ".join([path, *command.collect_usage_pieces(context)])
+    rows = []
+    for option in command.get_params(context):
+        if isinstance(option, click.Option) and (record := option.get_help_record(context)):
+            variable = option.envvar if isinstance(option.envvar, str) else ""
+            shown = (
+                record[1]
+                .replace(f"[env var: {variable}]", "")
+                .replace(f"env var: {variable}; ", "")
+            )
+            rows.append((_code(record[0]), shown, _code(variable)))
+    text = inspect.cleandoc(command.help or "").replace("<", "&lt;")
+    return [title, text, f"```text\n{usage}\n```", table(["option", "meaning", "variable"], rows)]
 
 
 def root_page(file: str) -> str:
@@ -268,7 +278,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 def _numbered(page: Path) -> str:
     title = page.read_text("utf-8").splitlines()[0].removeprefix("# ")
-    return f"{int(page.name[:4])}. {title}"
+    return f"{int(page.name[:4])}. {title.replace('`', '')}"
 
 
 def _extend(nav: list[Any], page: str, more: list[Any]) -> None:
