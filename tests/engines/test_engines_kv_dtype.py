@@ -182,9 +182,9 @@ def test_tokens_are_those_of_hugging_face_with_such_a_cache(
     for kind in ("keys", "values"):
         rows = getattr(session.cache, kind)[:, :, :end]
         expected_rows = torch.cat([getattr(layer, kind) for layer in cache.layers])
-        # A value between two codes may take either; a row that is quantised in one cache alone, or
-        # with others, differs in nearly every channel.
-        off = ((rows - expected_rows).abs() > 1e-4).float().mean(-1)
+        # A value between two codes may take either, and a float16 scale the next one; a row that is
+        # quantised in one cache alone, or with others, differs by more in nearly every channel.
+        off = ((rows - expected_rows).abs() > 5e-3).float().mean(-1)
         assert off.max() < 0.5
         assert off.mean() < 0.01
 
@@ -230,15 +230,15 @@ def test_kivis_bytes_are_summed_part_by_part(rows: int) -> None:
 
 def test_a_fork_of_a_kivi_session_sees_no_change(make_engine: Any, start_session: Any) -> None:
     engine = make_engine(kv_dtype="kivi2")
-    start_session(engine, "a", prompt(5, 250))
+    start_session(engine, "a", prompt(5, 375))
     list(engine.generate("a", Sampling(max_tokens=4)))
     engine.fork("a", "b", engine._scheduler.get("a").labeller)
-    held = engine._scheduler.get("b").cache.keys[:, :, 128:250].clone()
+    held = engine._scheduler.get("b").cache.keys[:, :, 256:375].clone()
     ids = prompt(6, 10)
     engine.extend("a", ids, [Phase.OTHERS] * 10)
     list(engine.generate("a", Sampling(max_tokens=4)))
-    assert torch.equal(engine._scheduler.get("b").cache.keys[:, :, 128:250], held)
-    assert not torch.equal(engine._scheduler.get("a").cache.keys[:, :, 128:250], held)
+    assert torch.equal(engine._scheduler.get("b").cache.keys[:, :, 256:375], held)
+    assert not torch.equal(engine._scheduler.get("a").cache.keys[:, :, 256:375], held)
 
 
 @pytest.mark.parametrize("name", ["int4", "kivi2"])
