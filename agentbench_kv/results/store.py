@@ -134,13 +134,9 @@ def ahead(info: RunInfo, now: float) -> bool:
 
 def _unjudged(info: RunInfo, now: float) -> bool:
     """Whether only watching shows if a run's writer is alive: its clock may not be this one."""
-    silent = (
-        info.status is RunStatus.RUNNING
-        and info.owner not in HELD
-        and now - info.heartbeat >= STALE_S
-        and not _is_here(info)
-    )
-    return silent or ahead(info, now)
+    running = info.status is RunStatus.RUNNING and info.owner not in HELD
+    silent = now - info.heartbeat >= STALE_S and not _is_here(info)
+    return (running and silent) or ahead(info, now)
 
 
 def _watch(path: Path) -> None:
@@ -150,9 +146,8 @@ def _watch(path: Path) -> None:
         return
     seconds = old.heartbeat - time.time()
     gap = f"{abs(seconds):.0f} s {'ahead of' if seconds > 0 else 'behind'} this clock"
-    logger.info(
-        "kvbench: the heartbeat of %s is %s; seeing for %g s whether it moves", path, gap, WATCH_S
-    )
+    words = "kvbench: the heartbeat of %s is %s; seeing for %g s whether it moves"
+    logger.info(words, path, gap, WATCH_S)
     end = time.monotonic() + WATCH_S
     while time.monotonic() < end:
         time.sleep(min(1.0, WATCH_S / 10))

@@ -177,12 +177,10 @@ class RayExecutor(SweepExecutor):
                 raise PrerequisiteError(f"--on ray: {_one_line(error)}") from error
 
     def start(self, order: Order) -> StartedWorker:
-        # A worker that dies is replaced by the sweep, which counts its deaths.
-        remote = self._ray.remote(num_cpus=order.cpus, num_gpus=order.gpus, max_retries=0)(
-            self._work
-        )
-        env = {"OMP_NUM_THREADS": str(order.cpus)}
-        task = remote.options(runtime_env={"env_vars": env}, name=order.worker)
+        # A worker that dies is replaced by the sweep, which counts its deaths. Ray sets
+        # OMP_NUM_THREADS and CUDA_VISIBLE_DEVICES by what a task asks for.
+        needs = {"num_cpus": order.cpus, "num_gpus": order.gpus}
+        task = self._ray.remote(**needs, max_retries=0, name=order.worker)(self._work)
         return RayTask(self._ray, task.remote(order.document()))
 
     def close(self) -> None:
