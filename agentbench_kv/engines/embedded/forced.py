@@ -69,11 +69,10 @@ class ForcedPlay:
         self._full = _Member(model, base, self._log)
         self._full.start(ForcedSession("full", base, session_pools(model, base)))
         precisions = kv_dtypes or [""] * len(methods)
+        seen: Sequence[Observer | None] = recorders or [None] * len(methods)
         self._arms = [
             _Member(model, method, recorder=recorder, kv_dtype=precision)
-            for method, precision, recorder in zip(
-                methods, precisions, recorders or [None] * len(methods), strict=True
-            )
+            for method, precision, recorder in zip(methods, precisions, seen, strict=True)
         ]
         self._longest = 1 if by_token else PREFILL_CHUNK
         for arm, precision in zip(self._arms, precisions, strict=True):
