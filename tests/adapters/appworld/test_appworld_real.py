@@ -226,10 +226,11 @@ def called(outcome: Outcome) -> list[tuple[str, str, dict[str, Any]]]:
     return calls
 
 
-def test_verdicts_on_60_spoilt_sessions_are_the_benchmarks_own(
-    data: Path, player: Player, tmp_path: Path
+@pytest.mark.parametrize("rounds", [2, pytest.param(10, marks=pytest.mark.nightly)])
+def test_verdicts_on_spoilt_sessions_are_the_benchmarks_own(
+    data: Path, player: Player, tmp_path: Path, rounds: int
 ) -> None:
-    rng, names = random.Random(24), TASKS * 10
+    rng, names = random.Random(24), TASKS * rounds
     sessions = [(each, corrupted(player.script(each)[:-1], rng)) for each in names]
     outcomes = player.play_all(sessions)
     assert {each.status for each in outcomes} == {"scored"}, [each.error for each in outcomes]
@@ -247,4 +248,4 @@ def test_verdicts_on_60_spoilt_sessions_are_the_benchmarks_own(
     assert run.returncode == 0, run.stderr[-2000:]
     assert [float(each) for each in json.loads(run.stdout.splitlines()[-1])] == scores
     found = Counter(scores)
-    assert min(found[0.0], found[1.0]) >= 5
+    assert min(found[0.0], found[1.0]) >= rounds / 2
