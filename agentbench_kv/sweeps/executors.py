@@ -167,7 +167,7 @@ class RayExecutor(SweepExecutor):
             raise PrerequisiteError(
                 "--on ray needs Ray: pip install 'agentbench-kv[ray]'"
             ) from error
-        self._ray = ray
+        self._ray: Any = ray
         self._work = work
         self._began = not ray.is_initialized()
         if self._began:
