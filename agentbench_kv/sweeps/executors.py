@@ -10,6 +10,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -162,7 +163,8 @@ class RayExecutor(SweepExecutor):
 
     def __init__(self, work: Work) -> None:
         try:
-            import ray
+            # Ray's own types are none where it is not installed.
+            ray: Any = import_module("ray")
         except ImportError as error:
             raise PrerequisiteError(
                 "--on ray needs Ray: pip install 'agentbench-kv[ray]'"
