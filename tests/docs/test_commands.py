@@ -10,6 +10,7 @@ import click
 import pytest
 
 from agentbench_kv.cli import VERBS, kvbench
+from agentbench_kv.cli.sweep import SweepGroup
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
@@ -33,7 +34,9 @@ def wrong(command: str) -> str | None:
     if verb.startswith("-") or verb not in VERBS:
         return None if verb in {"--help", "--version", "--json"} else f"no verb {verb}"
     found: click.Command | None = kvbench.get_command(click.Context(kvbench), verb)
-    if isinstance(found, click.Group) and words and not words[0].startswith("-"):
+    if isinstance(found, SweepGroup) and words and words[0] not in found.commands:
+        found = found.commands["start"]
+    elif isinstance(found, click.Group) and words and not words[0].startswith("-"):
         found = found.get_command(click.Context(found), words.pop(0))
     if found is None:
         return "no such subcommand"
