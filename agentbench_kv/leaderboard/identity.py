@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from agentbench_kv.adapters.base import Sample, Task
+from agentbench_kv.adapters.browser.questions import MADE
 from agentbench_kv.engines.embedded.model import SHIPPED, folder_sha, model_path
 from agentbench_kv.errors import KVBenchError, PrerequisiteError
 from agentbench_kv.leaderboard.evidence import (
@@ -198,6 +199,11 @@ def find_samples(evidence: RunEvidence, task: Task) -> dict[str, Sample] | Stop 
     """Return the samples the run must have had, or why they are not known here."""
     spec = evidence.spec
     try:
+        told = (evidence.info.provenance["task"], task.provenance())
+        said, here = (each.get("questions") == MADE for each in told)
+        if said != here:
+            what = "made questions" if said else "the benchmark's"
+            return Stop(f"what {spec.task} needs is not here: the run had {what}")
         return {sample.id: sample for sample in task.samples(spec.limit, spec.seed)}
     except PrerequisiteError as error:
         return Stop(f"what {spec.task} needs is not here: {error}")

@@ -14,6 +14,7 @@ from agentbench_kv.run.spec import RunSpec, default_methods, resolve, unresolved
 from agentbench_kv.sweeps.config import OPTION_NAMES, RunGrid, RunOptions, SweepFile
 
 MOST_RUNS = 10_000
+LOADED = 5  # first parts of `warm`: the model with what it was loaded for
 _FIELDS = {
     "timeout": "timeout_s",
     "engine-arg": "engine_args",
@@ -46,11 +47,8 @@ class SweepRun:
     def warm(self) -> tuple[str, ...]:
         """What a worker has loaded that played this run last; alike runs follow each other."""
         spec = self.spec
-        engine = (
-            *(spec.engine, spec.model, spec.dtype, spec.kv_dtype, spec.device),
-            str(spec.context_limit),
-        )
-        return (*engine, spec.method.partition("@")[0])
+        model = (spec.engine, spec.model, spec.dtype, spec.device, str(spec.context_limit))
+        return (*model, spec.kv_dtype, spec.method.partition("@")[0])
 
 
 def jobs_of(sweep: SweepFile, instead: Mapping[str, Any]) -> list[SweepRun]:
@@ -93,9 +91,9 @@ def _alike_together(jobs: Sequence[SweepRun]) -> list[SweepRun]:
     """Order runs so that those that load the same follow each other, else as they come."""
     first: dict[tuple[str, ...], int] = {}
     for number, job in enumerate(jobs):
-        for length in (5, 6):
+        for length in (LOADED, len(job.warm)):
             first.setdefault(job.warm[:length], number)
-    return sorted(jobs, key=lambda job: (first[job.warm[:5]], first[job.warm]))
+    return sorted(jobs, key=lambda job: (first[job.warm[:LOADED]], first[job.warm]))
 
 
 def _size(options: Mapping[str, Any]) -> int:

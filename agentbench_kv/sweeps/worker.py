@@ -20,7 +20,7 @@ from agentbench_kv.results.objects import FolderObjects, Objects, RemoteObjects,
 from agentbench_kv.results.store import RunHeldError, RunLostError
 from agentbench_kv.results.summary import Summary
 from agentbench_kv.run.runner import Progress
-from agentbench_kv.sweeps.grid import SweepRun
+from agentbench_kv.sweeps.grid import LOADED, SweepRun
 from agentbench_kv.sweeps.journal import quietly
 from agentbench_kv.sweeps.leases import RemotePlace
 from agentbench_kv.sweeps.place import LocalPlace, RunPlace, State
@@ -120,7 +120,7 @@ def _chosen(free: Sequence[RunRow], warm: tuple[str, ...], worker: str) -> Sweep
         return None
     least = min(row.failed + row.died for row in free)
     jobs = [row.job for row in free if row.failed + row.died == least]
-    for length in (len(warm), 5):
+    for length in (len(warm), LOADED):
         alike = [job for job in jobs if warm and job.warm[:length] == warm[:length]]
         if alike:
             return alike[0]

@@ -181,6 +181,19 @@ def test_tasks_with_data_of_the_users(
     assert f"what {task} needs is not here" in notes[0]
 
 
+def test_questions_that_were_made_are_not_those_of_the_benchmark(
+    data: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    run = play(tmp_path, {}, task="frames/synthetic", model="gold")
+    assert checked([run], tmp_path / "here", rescore=True) == [(Label.RESCORED, [])]
+    frames(data)
+    monkeypatch.setenv(VARIABLE, str(data))
+    ((label, notes),) = checked([run], tmp_path / "with", rescore=True)
+    assert label is Label.SELF_REPORTED
+    assert "the run had made questions" in notes[0]
+
+
 def test_edited_data_of_the_users(data: Path, tmp_path: Path) -> None:
     run = play(tmp_path, {"check": "off"}, task=locomo(data))
     path = data / "locomo10.json"

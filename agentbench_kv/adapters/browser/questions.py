@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+MADE = "made"  # in a run's provenance, where the benchmark's questions were not there
 _MADE = 24
 _PLACES = ("Lake", "Mill", "Harbour", "Orchard", "Quarry", "Lighthouse", "Station", "Bridge")
 _NAMES = ("Aldern", "Brisk", "Corven", "Dunmere", "Eskholt", "Farrow", "Gildan", "Hexley")

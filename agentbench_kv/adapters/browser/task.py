@@ -35,7 +35,7 @@ from agentbench_kv.adapters.browser.browser import (
 )
 from agentbench_kv.adapters.browser.corpus import Corpus, Document, corpus_folder, pinned
 from agentbench_kv.adapters.browser.judge import EVALUATION, Judge
-from agentbench_kv.adapters.browser.questions import BrowsingQuestion, made_questions
+from agentbench_kv.adapters.browser.questions import MADE, BrowsingQuestion, made_questions
 from agentbench_kv.adapters.data import data_folder
 from agentbench_kv.errors import ContextLimitError, PrerequisiteError, UsageError
 from agentbench_kv.params import param
@@ -150,7 +150,7 @@ class BrowsingTask(Task):
     def provenance(self) -> dict[str, Any]:
         return {
             "corpus": self._corpus.provenance(),
-            **({"questions": "made"} if self._made else self.data_provenance()),
+            **({"questions": MADE} if self._made else self.data_provenance()),
             "metric": "em_norm",
             "system_prompt_sha256": hashlib.sha256(_SYSTEM.encode()).hexdigest(),
             "judge": Judge.parse(self.judge).provenance() if self.judge else None,
