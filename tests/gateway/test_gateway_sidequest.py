@@ -108,7 +108,9 @@ def test_the_session_is_as_if_nobody_had_been_asked(execution: str) -> None:
             stats = gateway.close_report(NAME).stats
             account = stats.as_dict()
             paid = {key: account.pop(key) for key in [*account] if key.startswith("auxiliary")}
-            assert (account.pop("peak_live") > account["peak_alone"]) == (often == "1")
+            peak, held = account.pop("peak_live"), account.pop("peak_bytes")
+            assert (peak > account["peak_alone"]) == (often == "1")
+            assert held == peak * gateway.engine.bytes_per_token
             found.append((said.token_ids, account, gateway.sessions(), asides()))
             # The micro model was not trained for it: what it says cannot be read.
             questions = 0 if often != "1" else 3
