@@ -49,12 +49,15 @@ class Observed:
     """What claims looked like, and since when by this process's own clock."""
 
     seen: dict[str, tuple[bytes, float]] = field(default_factory=dict)
+    moved: set[str] = field(default_factory=set)  # those that were seen to change: alive
 
     def still_s(self, name: str, content: bytes) -> float:
         """Return for how many seconds a claim has looked as it does."""
         now = time.monotonic()
         before = self.seen.get(name)
         if before is None or before[0] != content:
+            if before is not None:
+                self.moved.add(name)
             self.seen[name] = (content, now)
             return 0.0
         return now - before[1]
@@ -88,6 +91,11 @@ class RemotePlace(RunPlace):
     def _is_free(self, run: str, number: int, content: bytes) -> bool:
         still = self._observed.still_s(_claim(run, number), content)
         return bool(_said(content).get("released")) or still >= LEASE_S
+
+    def unsure(self, runs: Iterable[str]) -> bool:
+        """Whether a claim of held runs has not been seen to move yet: its holder may be dead."""
+        claims = _latest(self._objects.names(CLAIMS))
+        return any(_claim(run, claims.get(run, 0)) not in self._observed.moved for run in runs)
 
     def play(self, spec: RunSpec, progress: Progress) -> Summary:
         with (

@@ -54,6 +54,10 @@ class RunPlace(ABC):
         RunHeldError if another worker has it, RunLostError if another one took it over.
         """
 
+    def unsure(self, runs: Iterable[str]) -> bool:  # noqa: ARG002
+        """Whether more looking will tell that a run which looks held is nobody's."""
+        return False
+
 
 class LocalPlace(RunPlace):
     """A local or network folder: a run is claimed by its `run.json`, under the folder's lock."""

@@ -27,7 +27,7 @@ from agentbench_kv.sweeps.place import LocalPlace, RunPlace, State
 from agentbench_kv.sweeps.sweep import Command, RunRow, Sweep
 
 _log = logging.getLogger(__name__)
-LOOK_S = 2.0  # between looks whether the sweep was cancelled
+LOOK_S = 2.0  # between looks whether the sweep was cancelled, or a held run is nobody's
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,7 @@ class Worker:
         self._journal = self._sweep.journal(order.worker, order.command)
         self._warm: tuple[str, ...] = ()  # what the last run has left loaded
         self._avoid: set[str] = set()  # runs that another one just took
+        self._held: list[str] = []
 
     def work(self) -> None:
         """Play until nothing is free; an interruption ends the run under way as it does any."""
@@ -77,15 +78,21 @@ class Worker:
         self._journal.note("ended")
 
     def _next(self) -> SweepRun | None:
-        rows, _ = self._sweep.rows(self._place, self._command)
-        needs = (self._order.cpus, self._order.gpus)
-        free = [
-            row for row in rows
-            if not row.decided and row.standing.state is State.FREE and row.job.needs == needs
-        ]  # fmt: skip
+        free = self._free()
+        while not free and self._place.unsure(self._held):
+            time.sleep(LOOK_S)
+            free = self._free()
         fresh = [row for row in free if row.job.name not in self._avoid]
         self._avoid.clear()
         return _chosen(fresh or free, self._warm, self._order.worker)
+
+    def _free(self) -> list[RunRow]:
+        """Return the runs that this worker can play; what others hold of them is `_held`."""
+        rows, _ = self._sweep.rows(self._place, self._command)
+        needs = (self._order.cpus, self._order.gpus)
+        mine = [row for row in rows if not row.decided and row.job.needs == needs]
+        self._held = [row.job.name for row in mine if row.standing.state is State.HELD]
+        return [row for row in mine if row.standing.state is State.FREE]
 
     def _play(self, job: SweepRun) -> None:
         name, began = job.name, time.monotonic()
