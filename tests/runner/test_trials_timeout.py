@@ -13,7 +13,7 @@ import pytest
 from agentbench_kv.adapters.base import Outcome, TrialContext
 from agentbench_kv.engines.base import FinishReason, Generation, Sampling
 from agentbench_kv.engines.scripted import ScriptedEngine
-from agentbench_kv.gateway import gateway as gateway_module
+from agentbench_kv.gateway import base as gateway_module
 from agentbench_kv.results.records import Timing, TrialRecord, TrialStatus
 from agentbench_kv.results.store import RunStore
 from agentbench_kv.run import trial as deadline_module

@@ -87,6 +87,7 @@ def replayed_stats(
                 event()
         if trigger == "turn" and found.live > budget:
             event()
+    found.peak_bytes = found.peak_live * bytes_per_token
     return found
 
 
