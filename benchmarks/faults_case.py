@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import random
@@ -189,7 +190,7 @@ class Player:
         """Stop the writer for so long that another one takes the run; then let it go on."""
         if self._run is None or not (self._run / "run.json").is_file():
             return None
-        first.signal(signal.SIGSTOP)
+        self._stop_outside_the_lock(first, self._run)
         time.sleep(STALE_S * 1.2)
         second = self._start(None)
         deadline = time.monotonic() + self._patience
@@ -205,6 +206,23 @@ class Player:
             self._hung(first, ["takeover"], "went on after another had taken the run over")
         self._after(first, ["takeover"])
         return second
+
+    @staticmethod
+    def _stop_outside_the_lock(first: Attempt, run: Path) -> None:
+        """Stop a writer where it does not hold the run's lock: with that it holds the run."""
+        for _ in range(1000):
+            first.signal(signal.SIGSTOP)
+            time.sleep(0.02)
+            fd = os.open(run / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                first.signal(signal.SIGCONT)
+                time.sleep(0.005)
+            else:
+                return
+            finally:
+                os.close(fd)
 
     def _hung(self, attempt: Attempt, struck: list[str], detail: str) -> None:
         self._add(Problem("ended", f"attempt {self.result.attempts}", f"hung: {detail}"), struck)
