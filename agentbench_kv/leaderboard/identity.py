@@ -199,8 +199,9 @@ def find_samples(evidence: RunEvidence, task: Task) -> dict[str, Sample] | Stop 
     """Return the samples the run must have had, or why they are not known here."""
     spec = evidence.spec
     try:
-        told = (evidence.info.provenance["task"], task.provenance())
-        said, here = (each.get("questions") == MADE for each in told)
+        recorded = evidence.info.provenance.get("task")
+        said = isinstance(recorded, dict) and recorded.get("questions") == MADE
+        here = task.provenance().get("questions") == MADE
         if said != here:
             what = "made questions" if said else "the benchmark's"
             return Stop(f"what {spec.task} needs is not here: the run had {what}")
