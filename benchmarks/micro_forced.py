@@ -37,7 +37,7 @@ from agentbench_kv.phases.machine import PhaseMachine, PhaseTable
 from agentbench_kv.phases.tokens import TokenCodec, load_tokenizer
 from agentbench_kv.registry import make_method
 from agentbench_kv.results.stats import Change, Scores, change, holm, level
-from agentbench_kv.run.runner import start_engine
+from agentbench_kv.run.engines import start_engine
 from agentbench_kv.training.micro.conversation import EVIDENCE, LABELS, TEMPLATE
 from agentbench_kv.training.micro.data import RowEncoder, TrainingRow, episode_row
 from agentbench_kv.training.micro.tokenizer import build_tokenizer

@@ -85,9 +85,10 @@ def serve(
         ends_soon,
     )
     from agentbench_kv.registry import make_method
+    from agentbench_kv.run.engines import start_engine
     from agentbench_kv.run.foresight import refuse_foresight
     from agentbench_kv.run.memories import refuse_memory
-    from agentbench_kv.run.runner import start_engine, warn_without_phases
+    from agentbench_kv.run.runner import warn_without_phases
     from agentbench_kv.run.spec import check_limits
 
     check_exposure(host, api_key)

@@ -341,11 +341,8 @@ class Driver:
 
     def reconfigure(self, method: Method) -> bool:
         """Change to another method, if the engine can without a new start."""
-        change = getattr(self.engine, "reconfigure", None)
-        if change is None:
-            return False
         try:
-            change(method)
+            self.engine.reconfigure(method)
         except (KVBenchError, OSError):
             return False
         self.method = method

@@ -169,6 +169,7 @@ class Engine(ABC):
     info: EngineInfo
     kv_dtypes: ClassVar[tuple[str, ...]] = ()  # precisions of cached rows other than the dtype
     wants_notes: bool = False  # whether `note` is to be called before `extend`
+    outlives_runs: bool = False  # whether another run may go on with it, after `reconfigure`
 
     @classmethod
     def check_model(cls, model: str) -> None:  # noqa: ARG003
@@ -398,6 +399,16 @@ class Engine(ABC):
         stays the same for long is taken for hung, and the run ends.
         """
         return None
+
+    def reconfigure(self, method: Method) -> None:
+        """Go on with another method, without a new start.
+
+        KVBenchError or OSError if it cannot: a session is open, the method needs another start, or
+        the engine has died. It is then as it was.
+        """
+        raise UsageError(
+            f"engine {self.info.name!r} needs a new start for another method ({method.label})"
+        )
 
     def shutdown(self) -> None:
         """Release threads, processes and memory. The engine is unusable afterwards.

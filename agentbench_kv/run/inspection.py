@@ -20,7 +20,8 @@ from agentbench_kv.phases.machine import PLAIN, PhaseMachine, PhaseTable
 from agentbench_kv.phases.syntax import SYNTAXES, ToolSyntax, refuse_tools_without_syntax
 from agentbench_kv.phases.tokens import TokenCodec, load_tokenizer
 from agentbench_kv.registry import load_engine, load_method, names
-from agentbench_kv.run.runner import check_all, check_pair
+from agentbench_kv.run.engines import check_pair
+from agentbench_kv.run.runner import check_all
 from agentbench_kv.run.spec import RunSpec, resolve
 
 TOOL = {

@@ -16,24 +16,23 @@ from pathlib import Path
 from typing import Any, Self
 
 from agentbench_kv.adapters.base import Sample, ScriptedAgent, Task
-from agentbench_kv.engines.base import Capability, Engine, EngineOptions, ScriptSource
-from agentbench_kv.engines.core.block_engine import BlockEngine
+from agentbench_kv.engines.base import Engine, EngineOptions, ScriptSource
 from agentbench_kv.errors import EngineGoneError, KVBenchError, UsageError
 from agentbench_kv.gateway import AnyGateway, open_gateway
 from agentbench_kv.gateway.http import BackgroundServer
 from agentbench_kv.methods.base import Method, QueryKind
 from agentbench_kv.methods.memory.plain import PlainMemory
-from agentbench_kv.methods.spans import SpanMethod
 from agentbench_kv.phases.machine import PLAIN
 from agentbench_kv.registry import load_engine, load_task
 from agentbench_kv.results.records import TrialRecord
 from agentbench_kv.results.store import RunDir, RunStore
 from agentbench_kv.results.summary import Summary, summarize
-from agentbench_kv.run.calibration import calibrated, calibration_used, identified
+from agentbench_kv.run.calibration import calibration_used, identified
+from agentbench_kv.run.engines import EngineShelf, check_pair
 from agentbench_kv.run.foresight import check_foresight
 from agentbench_kv.run.memories import attach_memory, check_memory, server_settings
 from agentbench_kv.run.provenance import environment
-from agentbench_kv.run.spec import RunSpec, check_arguments
+from agentbench_kv.run.spec import RunSpec
 from agentbench_kv.run.trained import check_trained, refuse_trained_on
 from agentbench_kv.run.trial import TrialSetup, play_trial, sample_key
 
@@ -42,43 +41,6 @@ _log = logging.getLogger(__name__)
 # a run starts, and again when its engine is ready and its first trial begins; with words about the
 # trials under way while none ends.
 Progress = Callable[[RunSpec, int, int, TrialRecord | str | None], None]
-
-
-def start_engine(name: str, options: EngineOptions, observer: Any = None) -> Engine:
-    """Start an engine with a method, after checking that the two fit.
-
-    `observer` is what an engine that can be looked into calls, such as
-    `engines.embedded.observer.Observer`. UsageError or PrerequisiteError if the name is unknown,
-    the pair is impossible, or the model cannot be loaded.
-    """
-    cls, method = load_engine(name), options.method
-    check_arguments(name, options.engine_args)
-    check_pair(name, cls, method)
-    check_trained(options.model, method)
-    cls.check_method(options.model, method)
-    cls.check_kv_dtype(options)
-    if observer is not None and Capability.CAPTURE not in cls.capabilities:
-        raise UsageError(f"engine {name!r} cannot be looked into; use --engine embedded")
-    extra = {} if observer is None else {"recorder": observer}
-    options = replace(options, method=calibrated(method, options.model, options.device))
-    made: Engine = cls.create(replace(options, method=options.method.below()), **extra)
-    return BlockEngine(made, method) if isinstance(method, SpanMethod) else made
-
-
-def check_pair(name: str, engine: type[Engine], method: Method) -> None:
-    """Refuse a method the engine cannot run."""
-    if method.offline:
-        raise UsageError(
-            f"method {method.label!r} ranks by what happens later, so no engine can run it; "
-            "use it on a capture: kvbench select --method oracle --capture FILE"
-        )
-    missing = sorted(method.needs - {capability.value for capability in engine.capabilities})
-    if missing:
-        lacks = "does not compress a cache" if "compress" in missing else f"has no {missing[0]}"
-        raise UsageError(
-            f"engine {name!r} cannot run method {method.label!r}: it {lacks}; "
-            "use --method full or another engine (kvbench ls methods --engine NAME)"
-        )
 
 
 def refuse_without_messages(family: str) -> None:
@@ -138,11 +100,14 @@ def run_all(specs: Sequence[RunSpec], out: Path, progress: Progress) -> list[Sum
     check_all(specs)
     for spec in specs:
         load_engine(spec.engine).check_compute(spec.dtype, spec.device)
-    return [run_one(spec, out, progress) for spec in specs]
+    with EngineShelf() as shelf:
+        return [run_one(spec, out, progress, shelf) for spec in specs]
 
 
-def run_one(spec: RunSpec, out: Path, progress: Progress) -> Summary:
-    """Run what is missing of one spec and summarize it."""
+def run_one(
+    spec: RunSpec, out: Path, progress: Progress, shelf: EngineShelf | None = None
+) -> Summary:
+    """Run what is missing of one spec and summarize it; `shelf` may have its engine ready."""
     spec = identified(spec)
     task = load_task(spec.task).create(spec.task_params)
     try:
@@ -157,44 +122,48 @@ def run_one(spec: RunSpec, out: Path, progress: Progress) -> Summary:
                 for sample in samples
                 if (sample.id, trial) not in done
             ]
+            progress(spec, expected - len(todo), expected, None)
             if todo:
-                _play(spec, task, todo, run, partial(progress, spec), expected)
-            else:
-                progress(spec, expected, expected, None)
+                with trial_setup(spec, task, [sample for sample, _ in todo], shelf=shelf) as setup:
+                    _play(setup, todo, run, partial(progress, spec), expected)
         return summarize(run)
     finally:
         task.close()
 
 
 def _play(
-    spec: RunSpec,
-    task: Task,
+    setup: TrialSetup,
     todo: Sequence[tuple[Sample, int]],
     run: RunDir,
     progress: Callable[[int, int, TrialRecord | str | None], None],
     expected: int,
 ) -> None:
     finished = expected - len(todo)
+    _note_provenance(run, setup)
     progress(finished, expected, None)
-    with trial_setup(spec, task, [sample for sample, _ in todo]) as setup:
-        _note_provenance(run, setup)
-        progress(finished, expected, None)
-        with run.playing(), TrialThreads(setup, run, todo) as trials:
-            for record in trials:
-                finished += isinstance(record, TrialRecord) and record.finished
-                progress(finished, expected, record)
+    with run.playing(), TrialThreads(setup, run, todo) as trials:
+        for record in trials:
+            finished += isinstance(record, TrialRecord) and record.finished
+            progress(finished, expected, record)
 
 
 @contextmanager
 def trial_setup(
-    spec: RunSpec, task: Task, samples: Sequence[Sample], observer: Any = None
+    spec: RunSpec,
+    task: Task,
+    samples: Sequence[Sample],
+    observer: Any = None,
+    shelf: EngineShelf | None = None,
 ) -> Iterator[TrialSetup]:
-    """Start engine, gateway and, if the task needs one, the loopback server."""
+    """Start engine, gateway and, if the task needs one, the loopback server.
+
+    An engine from a `shelf` goes back to it.
+    """
     spec = identified(spec)
     options = replace(engine_options(spec), scripts=_scripts(spec, task, samples))
     with ExitStack() as stack:
-        engine = start_engine(spec.engine, options, observer)
-        stack.callback(engine.shutdown)
+        engines = shelf or stack.enter_context(EngineShelf())
+        engine = stack.enter_context(engines.lend(spec.engine, options, observer))
         gateway = open_gateway(
             engine,
             spec.built_method,

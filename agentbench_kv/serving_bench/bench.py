@@ -28,9 +28,9 @@ from agentbench_kv.gateway.http import BackgroundServer, ServerSettings
 from agentbench_kv.registry import load_engine, make_method
 from agentbench_kv.results.store import run_id
 from agentbench_kv.run.calibration import calibrated, calibration_used
+from agentbench_kv.run.engines import check_pair, start_engine
 from agentbench_kv.run.provenance import environment
 from agentbench_kv.run.recordings import record_file
-from agentbench_kv.run.runner import check_pair, start_engine
 from agentbench_kv.serving_bench import jobs
 from agentbench_kv.serving_bench.endpoints import authorization
 from agentbench_kv.serving_bench.loadgen import measure_apart

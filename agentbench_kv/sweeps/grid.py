@@ -48,7 +48,8 @@ class SweepRun:
         """What a worker has loaded that played this run last; alike runs follow each other."""
         spec = self.spec
         model = (spec.engine, spec.model, spec.dtype, spec.device, str(spec.context_limit))
-        return (*model, spec.kv_dtype, spec.method.partition("@")[0])
+        server = (spec.concurrency, spec.max_live_tokens, sorted(spec.engine_args.items()))
+        return (*model, spec.kv_dtype, *map(str, server), spec.method.partition("@")[0])
 
 
 def jobs_of(sweep: SweepFile, instead: Mapping[str, Any]) -> list[SweepRun]:

@@ -14,7 +14,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -32,6 +32,7 @@ from agentbench_kv.results.store import (
     write_info,
 )
 from agentbench_kv.results.summary import Summary, summarize
+from agentbench_kv.run.engines import EngineShelf
 from agentbench_kv.run.runner import Progress, run_one
 from agentbench_kv.run.spec import RunSpec
 from agentbench_kv.sweeps.place import RunPlace, RunStanding, State
@@ -97,12 +98,15 @@ class RemotePlace(RunPlace):
         claims = _latest(self._objects.names(CLAIMS))
         return any(_claim(run, claims.get(run, 0)) not in self._observed.moved for run in runs)
 
-    def play(self, spec: RunSpec, progress: Progress) -> Summary:
+    def play(self, spec: RunSpec, progress: Progress, shelf: EngineShelf | None = None) -> Summary:
         with (
             Lease(self._objects, spec.id, self._taken(spec.id)) as lease,
             tempfile.TemporaryDirectory(prefix="kvbench-sweep-") as scratch,
         ):
-            return self._play(spec, progress, lease, Path(scratch))
+            where = Path(scratch)
+            return self._play(
+                spec.id, lambda: run_one(spec, where, progress, shelf), lease, where / spec.id
+            )
 
     def _taken(self, run: str) -> int:
         """Claim a run and return the claim's number; RunHeldError if another worker has it."""
@@ -115,22 +119,21 @@ class RemotePlace(RunPlace):
             raise RunHeldError(f"run {run} was claimed by another worker just now")
         return number + 1
 
-    def _play(self, spec: RunSpec, progress: Progress, lease: Lease, scratch: Path) -> Summary:
-        folder = scratch / spec.id
-        winner = self._objects.read(f"{PUBLISHED}/{spec.id}")
+    def _play(self, run: str, play: Callable[[], Summary], lease: Lease, folder: Path) -> Summary:
+        winner = self._objects.read(f"{PUBLISHED}/{run}")
         if winner is not None:  # whoever published it did not come to the end
-            return self._finished(spec.id, int(winner), folder)
-        self._restore(spec.id, lease.number, folder)
+            return self._finished(run, int(winner), folder)
+        self._restore(run, lease.number, folder)
         whole = False
         try:
-            summary = run_one(spec, scratch, progress)
+            summary = play()
             whole = not summary.lost
         finally:
             # An attempt that failed or was interrupted: the next one goes on from it.
             if not whole and not lease.lost:
-                self._stage(spec.id, lease.number, folder)
+                self._stage(run, lease.number, folder)
         if whole:
-            self._publish(spec.id, lease, folder)
+            self._publish(run, lease, folder)
         return summary
 
     def _restore(self, run: str, number: int, folder: Path) -> None:

@@ -15,6 +15,7 @@ from agentbench_kv.errors import PrerequisiteError, UsageError
 from agentbench_kv.results import files
 from agentbench_kv.results.store import RunInfo, RunReader, RunStatus, holder, read_info
 from agentbench_kv.results.summary import Summary
+from agentbench_kv.run.engines import EngineShelf
 from agentbench_kv.run.runner import Progress, run_one
 from agentbench_kv.run.spec import RunSpec
 
@@ -48,9 +49,10 @@ class RunPlace(ABC):
         """Return how it stands with each run."""
 
     @abstractmethod
-    def play(self, spec: RunSpec, progress: Progress) -> Summary:
+    def play(self, spec: RunSpec, progress: Progress, shelf: EngineShelf | None = None) -> Summary:
         """Claim a run, play what is missing of it, and let it go.
 
+        `shelf` may have the engine ready, and gets it back.
         RunHeldError if another worker has it, RunLostError if another one took it over.
         """
 
@@ -69,8 +71,8 @@ class LocalPlace(RunPlace):
     def standings(self, runs: Iterable[str]) -> dict[str, RunStanding]:
         return {run: self._done.get(run) or self._standing(run) for run in runs}
 
-    def play(self, spec: RunSpec, progress: Progress) -> Summary:
-        return run_one(spec, self.out, progress)
+    def play(self, spec: RunSpec, progress: Progress, shelf: EngineShelf | None = None) -> Summary:
+        return run_one(spec, self.out, progress, shelf)
 
     def _standing(self, run: str) -> RunStanding:
         reader = RunReader(self.out / run)

@@ -19,6 +19,7 @@ from agentbench_kv.results.files import LockedError
 from agentbench_kv.results.objects import FolderObjects, Objects, RemoteObjects, local_folder
 from agentbench_kv.results.store import RunHeldError, RunLostError
 from agentbench_kv.results.summary import Summary
+from agentbench_kv.run.engines import EngineShelf
 from agentbench_kv.run.runner import Progress
 from agentbench_kv.sweeps.grid import LOADED, SweepRun
 from agentbench_kv.sweeps.journal import quietly
@@ -65,6 +66,7 @@ class Worker:
         self._command = _command(self._sweep, order.command)
         self._progress = progress
         self._journal = self._sweep.journal(order.worker, order.command)
+        self._shelf = EngineShelf()
         self._warm: tuple[str, ...] = ()  # what the last run has left loaded
         self._avoid: set[str] = set()  # runs that another one just took
         self._held: list[str] = []
@@ -72,7 +74,7 @@ class Worker:
     def work(self) -> None:
         """Play until nothing is free; an interruption ends the run under way as it does any."""
         self._journal.note("started", words=f"pid {os.getpid()} on {socket.gethostname()}")
-        with Watch(self._sweep, self._command, self._order.follows):
+        with Watch(self._sweep, self._command, self._order.follows), self._shelf:
             while (job := self._next()) is not None:
                 self._play(job)
         self._journal.note("ended")
@@ -98,7 +100,7 @@ class Worker:
         name, began = job.name, time.monotonic()
         self._journal.note("began", name)
         try:
-            summary = self._place.play(job.spec, self._progress)
+            summary = self._place.play(job.spec, self._progress, self._shelf)
         except (RunHeldError, LockedError) as error:
             self._avoid.add(name)
             self._journal.note("held", name, words=str(error))

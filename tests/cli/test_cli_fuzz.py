@@ -230,7 +230,7 @@ def test_damaged_model_folders(
 
 # What begins long work; that it was reached is all a command line is to show.
 WORK = (
-    "run.runner.run_all", "run.runner.start_engine", "engines.embedded.model._load",
+    "run.runner.run_all", "run.engines.start_engine", "engines.embedded.model._load",
     "gateway.http.run_server", "gateway.http.run_app", "environments.build.build",
     "environments.build.fetch", "environments.build.probe", "kernels.benchmark.measure",
     "conformance.methods.method_suite", "conformance.engines.engine_suite",

@@ -314,7 +314,9 @@ def test_remove_touches_nothing_else(tiny, tmp_path):
 
 
 def test_unknown_name():
-    with pytest.raises(UsageError, match="no environment is called 'bfc'; there is: appworld, bfcl"):
+    with pytest.raises(
+        UsageError, match="no environment is called 'bfc'; there is: appworld, bfcl"
+    ):
         environments.create("bfc")
 
 

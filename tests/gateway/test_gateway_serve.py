@@ -28,7 +28,7 @@ def asked(
     def run(gateway: Any, host: str, port: int, settings: Any) -> None:
         seen.update(gateway=gateway, host=host, port=port, settings=settings)
 
-    monkeypatch.setattr("agentbench_kv.run.runner.start_engine", start)
+    monkeypatch.setattr("agentbench_kv.run.engines.start_engine", start)
     monkeypatch.setattr("agentbench_kv.gateway.http.run_server", run)
     return seen
 

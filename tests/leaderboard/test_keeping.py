@@ -25,7 +25,6 @@ from agentbench_kv.leaderboard.replay import RecordedEngine
 from agentbench_kv.results.runs import load_runs
 from agentbench_kv.results.store import RunReader
 from agentbench_kv.results.submissions import Label, labels, replications, submissions
-from agentbench_kv.run import runner
 from agentbench_kv.run.runner import run_one
 from agentbench_kv.run.spec import RunSpec
 from agentbench_kv.run.trial import sample_key
@@ -176,7 +175,7 @@ def perfect_forgery(
         )
 
     with monkeypatch.context() as patched:
-        patched.setattr(runner, "start_engine", start)
+        patched.setattr("agentbench_kv.run.engines.start_engine", start)
         run_one(spec, tmp_path / "forged", lambda *_: None)
     return tmp_path / "forged" / spec.id
 

@@ -121,7 +121,7 @@ def use_engine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[ScriptedEn
             started.append(kind(engine_options.scripts, tokenizer_path=path, **options))
             return started[-1]
 
-        monkeypatch.setattr(runner, "start_engine", start)
+        monkeypatch.setattr("agentbench_kv.run.engines.start_engine", start)
         return started
 
     return use

@@ -61,7 +61,7 @@ def test_the_model_runs_far_beyond_its_trained_length() -> None:
     from agentbench_kv.engines.base import EngineOptions, Sampling
     from agentbench_kv.methods.base import Phase
     from agentbench_kv.registry import make_method
-    from agentbench_kv.run.runner import start_engine
+    from agentbench_kv.run.engines import start_engine
 
     class Others:
         def label(self, token: int) -> Phase:  # noqa: ARG002

@@ -193,7 +193,7 @@ def test_the_engine_is_started_as_specified(
         raise UsageError("far enough")
 
     told(scored)
-    monkeypatch.setattr(runner, "start_engine", start)
+    monkeypatch.setattr("agentbench_kv.run.engines.start_engine", start)
     one = spec(
         engine="embedded", model="micro", method="agentkv", budget=64, dtype="bfloat16",
         device="cpu", concurrency=5,

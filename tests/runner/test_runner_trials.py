@@ -61,7 +61,9 @@ def test_a_finished_run_starts_nothing(
     spec: SpecOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = runner.run_one(spec(), tmp_path, quiet)
-    monkeypatch.setattr(runner, "start_engine", lambda *_, **__: pytest.fail("engine started"))
+    monkeypatch.setattr(
+        "agentbench_kv.run.engines.start_engine", lambda *_, **__: pytest.fail("engine started")
+    )
     assert runner.run_one(spec(), tmp_path, quiet).score == first.score
 
 

@@ -24,7 +24,7 @@ from agentbench_kv.errors import PrerequisiteError
 from agentbench_kv.gateway import Gateway
 from agentbench_kv.gateway.http import BackgroundServer
 from agentbench_kv.registry import make_method
-from agentbench_kv.run.runner import start_engine
+from agentbench_kv.run.engines import start_engine
 
 BUDGET = 512
 LONG = EpisodeProfile("long", (2, 2), (2, 2), (15, 15), (2, 4), (2, 3), (1, 4), (0, 2), (8, 12))

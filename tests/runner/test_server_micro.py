@@ -15,7 +15,7 @@ from agentbench_kv.engines.base import EngineOptions
 from agentbench_kv.gateway import Gateway
 from agentbench_kv.gateway.http import BackgroundServer
 from agentbench_kv.registry import make_method
-from agentbench_kv.run.runner import start_engine
+from agentbench_kv.run.engines import start_engine
 
 BUDGET = 256
 

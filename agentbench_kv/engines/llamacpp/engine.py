@@ -56,6 +56,8 @@ _MEMORY = "lower --engine-arg cells=N, the cached tokens of all sessions togethe
 class LlamaCppWire(EngineWire):
     """One server on two Unix sockets in a private folder."""
 
+    full_as_shipped: ClassVar[bool] = False
+
     file: Path  # GGUF
     cells: int  # cached tokens of all sessions together
     vocabulary: int

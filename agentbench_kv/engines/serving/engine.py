@@ -83,6 +83,7 @@ class ServingEngine(Engine):
         self.bytes_per_token = bytes_per_token
         self._wire = wire
         self.wants_notes = wire.options.method.protect == "system"
+        self.outlives_runs = not wire.stock  # its prefix cache knows the runs before
         self._log = log
         self._control = ControlClient(wire.control)
         self._sessions: dict[str, ServingSession] = {}
@@ -186,7 +187,9 @@ class ServingEngine(Engine):
         return state.total()
 
     def reconfigure(self, method: Method) -> None:
-        """Go on with another method, not from or to `full`; ControlError if sessions are open."""
+        """Go on with another method, but from and to a server as shipped."""
+        if self._wire.stock or (method.name == "full" and self._wire.full_as_shipped):
+            raise UsageError("a server as shipped has no plug-in, and needs a start of its own")
         refuse_method(method, self._wire.facts)
         self._control.call("configure", method=method_document(method, self._wire.folder))
         self._wire.use(method)

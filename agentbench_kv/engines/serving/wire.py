@@ -12,7 +12,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 
@@ -271,6 +271,8 @@ class GenerationRequest:
 @dataclass(eq=False)
 class EngineWire(ABC):
     """How a server is started and spoken to over HTTP, locked with a key of its own."""
+
+    full_as_shipped: ClassVar[bool] = True  # whether `full` runs without a plug-in
 
     options: EngineOptions
     facts: ModelFacts
