@@ -74,7 +74,7 @@ def test_a_run_with_another_method_goes_on_with_the_engine(diary: list[str]) -> 
     with EngineShelf() as shelf:
         with shelf.lend("lasting", options()) as first:
             pass
-        with shelf.lend("lasting", options("snapkv", 32)) as second:
+        with shelf.lend("lasting", options("snapkv", 48)) as second:
             pass
     assert first is second
     assert diary == ["start agentkv", "turn to snapkv", "stop"]
@@ -137,7 +137,10 @@ def test_a_method_that_cannot_run_is_refused_as_by_a_new_engine(diary: list[str]
     with EngineShelf() as shelf:
         with shelf.lend("lasting", options()):
             pass
-        with pytest.raises(UsageError, match="has no"), shelf.lend("lasting", options("evoke", 64)):
+        with (
+            pytest.raises(UsageError, match="has no"),
+            shelf.lend("lasting", options("evoke", 512)),
+        ):
             pass
     assert diary == ["start agentkv", "stop"]
 
@@ -181,7 +184,7 @@ def test_runs_on_one_server_are_those_of_a_server_each(
 
 def specs_of(engine: str, method: str, budget: str | None) -> list[RunSpec]:
     base = unresolved(engine=engine, limit=2, concurrency=1, max_live_tokens=4096)
-    return grid(base, [method], [budget and Budget.parse(budget)], ["micro/recall"], [0], {})
+    return grid(base, [method], [budget and Budget.parse(budget)], ["micro/recall-1k"], [0], {})
 
 
 def count_starts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
