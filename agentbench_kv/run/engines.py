@@ -49,7 +49,7 @@ def check_pair(name: str, engine: type[Engine], method: Method) -> None:
 
 
 @dataclass(frozen=True)
-class _Kept:
+class _Shelved:
     """An engine without sessions, whose last run ended well."""
 
     name: str
@@ -65,7 +65,7 @@ class EngineShelf:
     """
 
     def __init__(self) -> None:
-        self._kept: _Kept | None = None
+        self._kept: _Shelved | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -98,7 +98,7 @@ class EngineShelf:
             raise
         below = engine.below if isinstance(engine, BlockEngine) else engine
         if below.outlives_runs and observer is None:
-            self._kept = _Kept(name, options, below)
+            self._kept = _Shelved(name, options, below)
         else:
             engine.shutdown()
 

@@ -295,7 +295,7 @@ def test_what_was_played_before_a_failure_is_not_played_again(objects, jobs, mon
     (job,) = jobs(1, limit=4, concurrency=1)
     play, played = leases.run_one, []
 
-    def failing(spec: Any, out: Path, progress: Any) -> Any:
+    def failing(spec: Any, out: Path, progress: Any, shelf: Any) -> Any:
         def counted(spec: Any, done: int, expected: int, record: Any) -> None:
             if record is not None and not isinstance(record, str):
                 played.append(record.key)
@@ -303,7 +303,7 @@ def test_what_was_played_before_a_failure_is_not_played_again(objects, jobs, mon
                     raise RuntimeError("kaputt")
             progress(spec, done, expected, record)
 
-        return play(spec, out, counted)
+        return play(spec, out, counted, shelf)
 
     monkeypatch.setattr(leases, "run_one", failing)
     place = RemotePlace(objects)

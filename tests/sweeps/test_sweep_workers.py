@@ -172,13 +172,13 @@ def test_a_run_that_fails_is_tried_again_and_then_left(tmp_path, jobs, monkeypat
     runs, calls = jobs(3), []
     play = LocalPlace.play
 
-    def broken(place: LocalPlace, spec: Any, progress: Any) -> Any:
+    def broken(place: LocalPlace, spec: Any, *rest: Any) -> Any:
         calls.append(spec.seed)
         if spec.seed == 1:
             raise RuntimeError("kaputt")
         if spec.seed == 2 and calls.count(2) == 1:
             raise PrerequisiteError("for a moment")
-        return play(place, spec, progress)
+        return play(place, spec, *rest)
 
     monkeypatch.setattr(LocalPlace, "play", broken)
     sweep, one = worker_here(tmp_path, runs, retries=2)
@@ -217,10 +217,10 @@ def told_task(monkeypatch):
 def test_a_run_that_kills_its_workers_is_left_alone(tmp_path, jobs, fork, monkeypatch):
     play = LocalPlace.play
 
-    def deadly(place: LocalPlace, spec: Any, progress: Any) -> Any:
+    def deadly(place: LocalPlace, spec: Any, *rest: Any) -> Any:
         if spec.seed == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        return play(place, spec, progress)
+        return play(place, spec, *rest)
 
     monkeypatch.setattr(LocalPlace, "play", deadly)
     monkeypatch.setattr(sweeps, "MOST_DEATHS", 2)
