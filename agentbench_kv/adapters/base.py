@@ -31,6 +31,8 @@ class Recalled:
     # each came back: 1 for all of it. None if the memory does not know. One that writes what it
     # keeps anew should, as its texts are no evidence.
     messages: Mapping[int, float] | None = None
+    # The same for each layer, where each brings back its own.
+    layers: Mapping[int, Sequence[float]] | None = None
     seconds: float = 0.0  # that finding them took, before the request was read
 
 

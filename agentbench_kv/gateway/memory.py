@@ -123,11 +123,13 @@ class BankMemories(Memories):
         return Remembered(1, len(plan.ids), time.perf_counter() - started)
 
     def recalled(self, session: str) -> Recalled | None:
-        """Return how much of each past message came back, the mean over layers."""
+        """Return how much of each past message came back, a mean over layers, and in each."""
         bank = self.bank_of(session)
         if not bank:
             return None
-        return Recalled((), shares(self._engine.recalled(session), self._places[bank]))
+        found = shares(self._engine.recalled(session), self._places[bank])
+        means = {number: float(layers.mean()) for number, layers in found.items()}
+        return Recalled((), means, {number: layers.tolist() for number, layers in found.items()})
 
     def _feed(self, past: Session) -> None:
         """Have the model read what is pending: a token behind it is given, and not fed itself."""
@@ -141,14 +143,16 @@ class BankMemories(Memories):
         self._engine.forget(bank)
 
 
-def shares(rows: NDArray[np.int64], places: Mapping[int, SpanRange]) -> dict[int, float]:
-    """Return how much of each place is among rows [layers, rows], which ascend: a mean over layers.
+def shares(
+    rows: NDArray[np.int64], places: Mapping[int, SpanRange]
+) -> dict[int, NDArray[np.float64]]:
+    """Return how much of each place is among rows [layers, rows], which ascend: for each layer.
 
     Places of which nothing is there are left out.
     """
-    found: dict[int, float] = {}
+    found: dict[int, NDArray[np.float64]] = {}
     for number, (start, end) in places.items():
-        held = sum(int(np.diff(np.searchsorted(layer, (start, end)))[0]) for layer in rows)
-        if held:
-            found[number] = held / (len(rows) * (end - start))
+        held = np.array([np.diff(np.searchsorted(layer, (start, end)))[0] for layer in rows])
+        if held.any():
+            found[number] = held / (end - start)
     return found

@@ -104,7 +104,7 @@ class PlainMemories(Memories):
         last = searches[max(searches)]
         numbers = [number for each in last.found for number in each.messages]
         texts = tuple(each.text for each in last.found)
-        return Recalled(texts, dict.fromkeys(numbers, 1.0), last.seconds)
+        return Recalled(texts, dict.fromkeys(numbers, 1.0), seconds=last.seconds)
 
     def cancel(self, session: str) -> None:
         self._gateway.cancel(ASIDE + session)

@@ -8,8 +8,9 @@ has no point in any column.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from agentbench_kv.adapters.layers import best_layer
 from agentbench_kv.adapters.locomo.abstention import abstains, resists
 from agentbench_kv.adapters.locomo.data import ABSENT, ADVERSARIAL, CATEGORIES, Question
 from agentbench_kv.adapters.locomo.disputed import Disputed
@@ -34,6 +35,8 @@ class Answered:
     recalled: float | None = None  # and in what a memory put before the model for this answer
     recalled_texts: int | None = None  # how many texts a memory of plain text put before the model
     recalled_messages: float | None = None  # how many utterances that were, evidence or not
+    spots: Mapping[str, int] = field(default_factory=dict)  # utterances read, by message number
+    layers: Mapping[int, Sequence[float]] | None = None  # shares of messages that came back
 
     def document(self, disputed: Disputed | None = None) -> dict[str, Metric]:
         """Return it for the transcript."""
@@ -134,6 +137,7 @@ def _evidence(
         if wanted and all(each.recalled is not None for each in wanted):
             recalled = _sum(answered, questions, lambda each: each.recalled)
             found |= _sub_score(f"evidence_recall{name}", recalled, len(questions))
+    found |= _best_layer(answered, has)
     counts = [each.recalled_messages for each in answered]
     known = [count for count in counts if count is not None]
     if known and len(known) == len(counts):
@@ -142,6 +146,21 @@ def _evidence(
     if texts:
         found["recalled_texts"] = sum(texts)
     return found
+
+
+def _best_layer(answered: Sequence[Answered], asked: Sequence[Question]) -> dict[str, Metric]:
+    """Return what the layer that has most of the evidence brought back of it, and of anything."""
+    wanted = [each for each in answered if each.question in asked]
+    layers = [each.layers for each in wanted if each.layers is not None]
+    if not wanted or len(layers) < len(wanted):
+        return {}
+    needed = [
+        (shares, each.spots[id])
+        for each, shares in zip(wanted, layers, strict=True)
+        for id in each.question.evidence
+        if id in each.spots
+    ]
+    return best_layer(needed, layers, len(wanted[0].spots))
 
 
 def _adversarial(asked: Sequence[Question], answered: Sequence[Answered]) -> dict[str, Metric]:

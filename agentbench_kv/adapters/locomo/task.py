@@ -339,6 +339,8 @@ class LocomoQA(Task):
             share(question, shares),
             None if recalled is None else len(recalled.texts),
             None if shares is None else sum(shares.values()),
+            spots,
+            None if recalled is None else recalled.layers,
         )
 
 

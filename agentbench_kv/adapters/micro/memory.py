@@ -25,6 +25,7 @@ from agentbench_kv.adapters.base import (
     Task,
     TrialContext,
 )
+from agentbench_kv.adapters.layers import best_layer
 from agentbench_kv.adapters.micro.episode import Environment, Episode, ExpectedCall, UserTurn
 from agentbench_kv.adapters.micro.task import (
     EVIDENCE,
@@ -74,13 +75,13 @@ class MicroMemory(RecallTask):
                 client.remember(_told(messages[0], session))
         else:
             messages += [message for session in sessions for _, message in session]
-        question = asked(episode)
+        question, told = asked(episode), sum(map(len, sessions))
         environment, line = Environment(question), Listening(client)
         limit = min(MAX_MESSAGE_TOKENS, context.max_tokens)
         if not play(line, environment, messages, limit):
             return Outcome(TrialStatus.CONTEXT_LIMIT, transcript=messages)
         result = score(environment)
-        metrics = {**result.metrics, **_recall(episode, question.calls, line.recalled)}
+        metrics = {**result.metrics, **_recall(episode, question.calls, line.recalled, told)}
         success, facts = float(result.success), result.facts
         return Outcome(TrialStatus.SCORED, success, metrics, messages, facts=facts)
 
@@ -164,21 +165,27 @@ def evidence_of(episode: Episode, call: ExpectedCall) -> list[int]:
 
 
 def _recall(
-    episode: Episode, calls: Sequence[ExpectedCall], recalled: Sequence[Recalled | None]
+    episode: Episode,
+    calls: Sequence[ExpectedCall],
+    recalled: Sequence[Recalled | None],
+    told: int,
 ) -> dict[str, Metric]:
     """Return how much of each call's evidence was before the model when it was to be made."""
     known = [each.messages for each in recalled if each is not None and each.messages is not None]
     if not known:
         return {}
-    shares = [
-        known[at].get(number, 0.0) if at < len(known) else 0.0
-        for at, call in enumerate(calls)
-        for number in evidence_of(episode, call)
-    ]
-    return {
-        "evidence_recall_right": sum(shares),
-        "evidence_recall_asked": len(shares),
+    needed = [(at, n) for at, call in enumerate(calls) for n in evidence_of(episode, call)]
+    found: dict[str, Metric] = {
+        "evidence_recall_right": sum(
+            known[at].get(number, 0.0) for at, number in needed if at < len(known)
+        ),
+        "evidence_recall_asked": len(needed),
         "recalled_total": sum(sum(each.values()) for each in known),
         "recalled_count": len(known),
         "recalled_texts": sum(len(each.texts) for each in recalled if each is not None),
     }
+    layers = [each.layers for each in recalled if each is not None and each.layers is not None]
+    if len(layers) < len(known):
+        return found
+    before = [(layers[at] if at < len(layers) else {}, number) for at, number in needed]
+    return found | best_layer(before, layers, told)

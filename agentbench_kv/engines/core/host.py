@@ -18,12 +18,12 @@ _LOOK_S = 1.0
 _GRACE_S = 10.0
 
 
-def refuse_untested(engine: str, version: str, tested: str) -> None:
-    """End the process unless this is the tested version, or another one is allowed."""
-    if version != tested and not os.environ.get(ALLOW_UNTESTED):
+def refuse_untested(engine: str, version: str, tested: Sequence[str]) -> None:
+    """End the process unless this is a tested version, or another one is allowed."""
+    if version not in tested and not os.environ.get(ALLOW_UNTESTED):
         raise SystemExit(
-            f"kvbench: {engine} {version} is here, the adapter was tested with {tested}; "
-            "install that, or go on with --allow-untested-engine"
+            f"kvbench: {engine} {version} is here, the adapter was tested with "
+            f"{' and '.join(tested)}; install that, or go on with --allow-untested-engine"
         )
 
 

@@ -1,4 +1,4 @@
-"""The vLLM engine: vLLM 0.32.0 in a process of its own, evicting through a plug-in."""
+"""The vLLM engine: vLLM 0.32 or 0.33 in a process of its own, evicting through a plug-in."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class VllmEngineWire(EngineWire):
         if not self.gpu:
             environment["VLLM_TARGET_DEVICE"] = "cpu"
         if not self.stock:
-            environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+            environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # `details` says so
         command = [str(self.python), "-m", f"{_PLUGIN}.launch", "serve"]
         command += [str(self.model), "--uds", str(self._socket), *self._flags()]
         size = "gpu-memory-utilization" if self.gpu else "kv-cache-memory-bytes"
@@ -115,8 +115,9 @@ class VllmEngineWire(EngineWire):
         version = self._client.get(f"{_URL}/version").json().get("version", "unknown")
         sized = self._sized_here and self.options.max_live_tokens is None
         cache = {"cache": self._room.said()} if sized else {}
+        runner = "vLLM's choice" if self.stock else "V1"
         flags = {"version": str(version), "flags": " ".join(self._flags())}
-        return super().details() | cache | flags
+        return super().details() | cache | flags | {"model_runner": runner}
 
     def _body(self, request: GenerationRequest) -> dict[str, Any]:
         sampling = request.sampling

@@ -48,6 +48,11 @@ def test_questions_are_read_and_nothing_else(tmp_path: Path) -> None:
     assert whole.metrics["evidence_recall_right"] == pytest.approx(asked)
     assert whole.metrics["recalled_total"] == pytest.approx(6 * whole.metrics["recalled_count"])
     assert 0 <= part.metrics["evidence_recall_right"] < asked
+    for name in ("evidence", "message"):
+        right, told = (f"best_layer_{name}_{part}" for part in ("right", "asked"))
+        assert whole.metrics[right] == pytest.approx(whole.metrics[told])
+        assert 0 < part.metrics[right] < part.metrics[told] == whole.metrics[told]
+    assert part.metrics["best_layer_evidence_right"] >= part.metrics["evidence_recall_right"]
     assert part.metrics["recalled_total"] < whole.metrics["recalled_total"]
     # Every question's own prompt is short, whatever came back.
     question = whole.metrics["answer_prefill_tokens_total"] / whole.metrics["questions"]

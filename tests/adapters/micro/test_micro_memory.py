@@ -64,6 +64,10 @@ def total(trials: list[TrialRecord], name: str, part: int = 0) -> float:
     return sum(trial.sub_scores[name][part] for trial in trials)
 
 
+def share(trials: list[TrialRecord], name: str) -> float:
+    return total(trials, name) / total(trials, name, 1)
+
+
 def test_a_memory_is_as_good_as_its_blocks(tmp_path: Path) -> None:
     """All blocks: all of the evidence, and answers as with everything read; none: nothing right."""
     full = played(tmp_path, "full", {})
@@ -78,6 +82,11 @@ def test_a_memory_is_as_good_as_its_blocks(tmp_path: Path) -> None:
     rows = {trial.kv.restored for trials in (few, chance) for trial in trials}
     assert len(rows) <= 3  # as many rows, but for answers that end the session early
     assert total(few, "evidence_recall") > total(chance, "evidence_recall")
+    # One of the layers looks for what is needed; of all messages it brings back no more.
+    assert share(few, "best_layer_evidence") > 1.5 * share(few, "best_layer_message")
+    assert share(every, "best_layer_message") == pytest.approx(1.0)
+    # The control's layers bring back the same, so its best layer is any.
+    assert total(chance, "best_layer_evidence") == pytest.approx(total(chance, "evidence_recall"))
     assert total(few, "tool") + total(few, "think") > total(chance, "tool") + total(chance, "think")
 
 

@@ -21,7 +21,7 @@ from agentbench_kv.engines.core.host import (
 from agentbench_kv.engines.core.ledger import WindowBytes
 from agentbench_kv.methods.base import Method
 
-TESTED = "0.32.0"
+TESTED = ("0.32.0", "0.33.0")  # how the second one was: docs/vllm.md
 
 
 def find_version() -> tuple[str, str]:
