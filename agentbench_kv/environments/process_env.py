@@ -1,7 +1,8 @@
 """What the command line tells the libraries of its own process, by environment variables.
 
 They are read when PyTorch is loaded. A serving engine runs as it was shipped: its process does not
-inherit them (docs/decisions, "waiting threads" and "huge pages").
+inherit them (docs/decisions, "waiting threads" and "huge pages"). llama.cpp's server is our own
+program, and is given them.
 """
 
 from __future__ import annotations
@@ -23,10 +24,19 @@ _applied: set[str] = set()
 
 def apply() -> None:
     """Set every variable about which the user has said nothing."""
-    for name, value in _SETTINGS.items():
-        if name not in os.environ and _SAME_MATTER.get(name, name) not in os.environ:
-            os.environ[name] = value
-            _applied.add(name)
+    chosen = settings()
+    os.environ.update(chosen)
+    _applied.update(chosen)
+
+
+def settings() -> dict[str, str]:
+    """Return the variables about which the user has said nothing, for a process of our own."""
+    theirs = without(os.environ)
+    return {
+        name: value
+        for name, value in _SETTINGS.items()
+        if name not in theirs and _SAME_MATTER.get(name, name) not in theirs
+    }
 
 
 def without(environment: Mapping[str, str]) -> dict[str, str]:

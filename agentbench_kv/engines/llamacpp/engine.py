@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Generator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -40,7 +40,7 @@ from agentbench_kv.engines.serving.wire import (
     RequestError,
     stop_document,
 )
-from agentbench_kv.environments import python_of
+from agentbench_kv.environments import process_env, python_of
 from agentbench_kv.errors import CapacityError, KVBenchError, UsageError
 from agentbench_kv.methods.spans import Block, SpanRange
 
@@ -75,7 +75,8 @@ class LlamaCppWire(EngineWire):
             *(str(self.file), str(self._stream), options.dtype, cells, options.concurrency),
             options.context_limit,
         )
-        environment = self._environment("", {}) | {SETTINGS: json.dumps(asdict(settings))}
+        environment = self._environment("", {}) | process_env.settings()
+        environment |= {SETTINGS: json.dumps(asdict(settings))}
         command = [str(self.python), "-m", "agentbench_kv.engines.llamacpp.server.app"]
         return Launch(command, self._ready, environment, _START_S, _MEMORY)
 
@@ -89,10 +90,17 @@ class LlamaCppWire(EngineWire):
             connection.connect(str(self._stream))
             with connection.makefile("rb") as lines:
                 connection.sendall(json.dumps(document).encode() + b"\n")
+                request.on_cancel(partial(_hang_up, connection))
                 while (token := _answer(lines.readline())) is not None:
                     yield token
                     if document["stepwise"]:
                         connection.sendall(b"\n")
+
+
+def _hang_up(connection: socket.socket) -> None:
+    """Say that no token is wanted any more; the backend still says when it has ended."""
+    with suppress(OSError):  # it has ended already
+        connection.shutdown(socket.SHUT_WR)
 
 
 def _document(request: GenerationRequest) -> dict[str, Any]:

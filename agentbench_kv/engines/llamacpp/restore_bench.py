@@ -23,8 +23,9 @@ import torch
 
 from agentbench_kv.engines.llamacpp.gguf import MID, make_model
 from agentbench_kv.engines.llamacpp.models import ROW_TYPES, lines_of
+from agentbench_kv.engines.llamacpp.server.cells import Cells
 from agentbench_kv.engines.llamacpp.server.context import Context, DecodeBatch
-from agentbench_kv.engines.llamacpp.server.rows import Cells, SequenceRows
+from agentbench_kv.engines.llamacpp.server.rows import SequenceRows
 
 PROTOCOLS = {
     "empty": "empty cache, block at [0, n), back to where it was",

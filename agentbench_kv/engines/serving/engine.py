@@ -299,6 +299,7 @@ class ServingEngine(Engine):
         left = min(sampling.max_tokens - generation.produced, room)
         request = GenerationRequest(
             *(state.backend_name, state.prompt(), tuple(state.tokens), state.known, sampling, left),
+            on_cancel=generation.on_cancel,
             given=generation.given[generation.produced :],
         )
         state.known = len(state.tokens)
@@ -339,7 +340,7 @@ class ServingEngine(Engine):
             return FinishReason.LENGTH
         if len(state.tokens) >= self.info.context_limit:
             return FinishReason.CONTEXT_LIMIT
-        return FinishReason.STOP
+        return FinishReason.CANCELLED if generation.cancelled else FinishReason.STOP
 
     def _alive(self) -> BackendProcess:
         """Return a backend that runs, starting one if there is none."""

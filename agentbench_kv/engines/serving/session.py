@@ -31,7 +31,24 @@ class ServingGeneration(StreamedGeneration):
         self.given = given  # tokens to be taken as drawn; none: the backend draws
         self.running = True  # the backend may still change the session
         self._play = play
+        self._lock = threading.Lock()
+        self._end: Callable[[], None] | None = None  # ends it before its next token
         threading.Thread(target=self._run, daemon=True).start()
+
+    def on_cancel(self, end: Callable[[], None]) -> None:
+        """Name what ends it before its next token; called at once if it is cancelled."""
+        with self._lock:
+            self._end = end
+            cancelled = self.cancelled
+        if cancelled:
+            end()
+
+    def cancel(self) -> None:
+        with self._lock:
+            super().cancel()
+            end = self._end
+        if end is not None:
+            end()
 
     def _run(self) -> None:
         try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -263,6 +263,8 @@ class GenerationRequest:
     known: int  # how many of them the backend was given, or gave, before
     sampling: Sampling
     max_tokens: int  # what is left of `sampling.max_tokens`, which a restart may have interrupted
+    # A wire that can end a generation before its next token says here how.
+    on_cancel: Callable[[Callable[[], None]], None]
     given: Sequence[int] = ()  # tokens to be taken as drawn
     # The wire puts `cached_tokens` here, where a stock engine says how many it had cached.
     usage: dict[str, int] = field(default_factory=dict)

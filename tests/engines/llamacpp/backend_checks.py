@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from agentbench_kv.engines.base import Sampling
 from agentbench_kv.engines.core.gguf_header import ROPE_FACTORS
+from agentbench_kv.engines.core.policy import BackendPolicy
 from agentbench_kv.engines.llamacpp.gguf import (
     TINY,
     _weights,
@@ -25,11 +29,18 @@ from agentbench_kv.engines.llamacpp.gguf import (
     write_file,
     write_shape,
 )
-from agentbench_kv.engines.llamacpp.server import library, rows
-from agentbench_kv.engines.llamacpp.server.context import Context, DecodeBatch
-from agentbench_kv.engines.llamacpp.server.rows import Blob, Cells, RowFormat, SequenceRows
+from agentbench_kv.engines.llamacpp.server import blob as blobs
+from agentbench_kv.engines.llamacpp.server import library
+from agentbench_kv.engines.llamacpp.server.blob import Blob, RowFormat
+from agentbench_kv.engines.llamacpp.server.cells import Cells
+from agentbench_kv.engines.llamacpp.server.context import AbortedError, Context, DecodeBatch
+from agentbench_kv.engines.llamacpp.server.rows import SequenceRows
+from agentbench_kv.engines.llamacpp.server.scheduler import STEP_TOKENS, BatchScheduler
+from agentbench_kv.engines.llamacpp.server.session import Stream
 from agentbench_kv.engines.llamacpp.server.watch import NativeWatch, PythonWatch, Watch
 from agentbench_kv.errors import CapacityError, KVBenchError, PrerequisiteError
+from agentbench_kv.methods.full import Full
+from agentbench_kv.phases import TokenPhases
 
 F32, F16, Q8 = 0, 1, 8
 LAYERS, HEADS = TINY.num_hidden_layers, TINY.num_attention_heads
@@ -38,6 +49,7 @@ DRAW = torch.Generator().manual_seed(5)
 TEXT = torch.randint(0, TINY.vocab_size, (400,), generator=DRAW).tolist()
 NEXT = torch.randint(0, TINY.vocab_size, (16,), generator=DRAW).tolist()
 START, END = 100, 200
+LONG = 120.0  # seconds; nothing that works waits that long
 MODEL = Path()
 
 
@@ -316,8 +328,8 @@ def check_watches_agree() -> Any:
 
 def empty_state(form: RowFormat, tokens: int) -> bytearray:
     """A state whose rows, and the headers that `Blob` does not read, are zero."""
-    data = bytearray(rows._size(form, tokens))
-    rows._HEADER.pack_into(data, 0, rows.MAGIC, 0, 1, tokens)
+    data = bytearray(blobs._size(form, tokens))
+    blobs._HEADER.pack_into(data, 0, blobs.MAGIC, 0, 1, tokens)
     return data
 
 
@@ -568,12 +580,12 @@ def check_fork_events() -> Any:
         scene = Scene(F16, flash, tokens=300)
         other = fork(scene)
         scene.feed(NEXT, other)
-        before, cells = scene.rows.read(), scene.rows.cells.clone()
+        before, cells = scene.cells.read(scene.rows.cells), scene.rows.cells.clone()
         kept = last_kept(316, 96, 40)
-        keys, _ = other.read()
+        keys, _ = scene.cells.read(other.cells)
         positions = torch.arange(316).expand(LAYERS, KV_HEADS, -1).clone()
         other.keep(kept, positions, [], sort=sort)
-        after, moved = scene.rows.read(), other.read()[0]
+        after, moved = scene.cells.read(scene.rows.cells), scene.cells.read(other.cells)[0]
         gathered = positions[..., :96, None].expand(-1, -1, -1, TINY.head_dim)
         found[f"{flash}{sort}"] = {
             "intact": all(bool(torch.equal(a, b)) for a, b in zip(before, after, strict=True)),
@@ -607,9 +619,9 @@ def check_fork_changes() -> Any:
     for name, work in works.items():
         scene = Scene(tokens=300)
         other = fork(scene)
-        before = scene.rows.read()
+        before = scene.cells.read(scene.rows.cells)
         work(other)
-        after = scene.rows.read()
+        after = scene.cells.read(scene.rows.cells)
         intact = all(bool(torch.equal(a, b)) for a, b in zip(before, after, strict=True))
         last = library.llama().llama_memory_seq_pos_max(scene.context.memory, 0)
         said = scene.feed(NEXT)
@@ -638,13 +650,13 @@ def check_fork_without_a_sequence() -> Any:
     other = fork(scene, -1)
     outside = (other.sequence, other.live, other.resident, scene.cells.used)
     twin = other.fork(-1)
-    before = scene.rows.read()
+    before = scene.cells.read(scene.rows.cells)
     for number, side in ((1, other), (2, twin)):
         side.unpark(number)
     same = all(
         bool(torch.equal(a, b))
         for side in (other, twin)
-        for a, b in zip(before, side.read(), strict=True)
+        for a, b in zip(before, scene.cells.read(side.cells), strict=True)
     )
     used = scene.cells.used
     for side in (scene.rows, other, twin):
@@ -675,6 +687,98 @@ def check_full_cache() -> Any:
     found["intact"] = bool(torch.equal(scene.rows.save(scene.rows.rope >= 0).keys(0), kept))
     scene.close()
     return found
+
+
+def check_aborted_decode() -> Any:
+    """The session goes on as if the tokens had never been given."""
+    scene = Scene()
+    before = bytes(scene.context.state(0))
+    scene.context.abort(True)
+    try:
+        scene.feed(NEXT)
+        ended = False
+    except AbortedError:
+        ended = True
+    scene.context.abort(False)
+    same = bytes(scene.context.state(0)) == before
+    late, plain = scene.feed(NEXT), Scene().feed(NEXT)
+    scene.close()
+    return {"ended": ended, "same": same, "difference": largest(late, plain)}
+
+
+class Holding(PythonWatch):
+    """Stays in the middle of every decode until that is aborted, while `holds`."""
+
+    def __init__(self) -> None:
+        super().__init__(LAYERS, queries=False)
+        self.holds, self.within, self.aborts = False, threading.Event(), threading.Event()
+
+    def abort(self, wanted: bool) -> None:
+        super().abort(wanted)
+        (self.aborts.set if wanted else self.aborts.clear)()
+
+    def _ask(self, address: int) -> bool:
+        if self.holds and not self.aborts.is_set():
+            self.within.set()
+            self.aborts.wait(LONG)
+        return super()._ask(address)
+
+
+class Readers:
+    """Generations of one scheduler, and what each was sent."""
+
+    def __init__(self, watch: Watch) -> None:
+        context = Context(MODEL, cells=4096, sequences=8, batch=STEP_TOKENS, watch=watch)
+        self.scheduler = BatchScheduler(context, BackendPolicy(Full(), MODEL, MODEL))
+        self.said: dict[str, list[bytes]] = {}
+        self.streams: dict[str, Stream] = {}
+
+    def start(self, name: str, tokens: list[int], known: int = 0) -> None:
+        self.said[name] = []
+        stream = self.streams[name] = Stream(self.said[name].append)
+        asked = {"session": name, "tokens": tokens, "known": known, "given": []}
+        asked |= {"phases": {"labeller_name": TokenPhases.labeller_name}, "stepwise": False}
+        self.scheduler.start(asked, Sampling(8), stream)
+
+    def start_together(self, *names: str) -> None:
+        """Queue generations while a step is under way, so that they share the next one."""
+        for name in names:
+            threading.Thread(target=self.start, args=(name, TEXT), daemon=True).start()
+        until = time.monotonic() + LONG
+        while len(self.scheduler._commands) < len(names) and time.monotonic() < until:
+            time.sleep(0.01)
+
+    def hang_up(self, name: str) -> None:
+        self.streams[name].closed = True
+        self.scheduler.wake()
+
+    def ended(self, *names: str) -> bool:
+        return all(self.streams[name].ended.wait(LONG) for name in names)
+
+
+def check_hanging_up_ends_a_chunk() -> Any:
+    """A step of two readers ends in its middle when the last of them has hung up."""
+    watch = Holding()
+    readers = Readers(watch)
+    watch.holds = True
+    readers.start("first", TEXT)
+    found = {"held": watch.within.wait(LONG)}
+    readers.start_together("a", "b")
+    watch.within.clear()
+    readers.hang_up("first")
+    found["shared"] = readers.ended("first") and watch.within.wait(LONG)
+    readers.hang_up("a")
+    found["spared"] = not watch.aborts.is_set()
+    watch.holds = False
+    readers.hang_up("b")
+    found["ended"] = readers.ended("a", "b")
+    told = [readers.said[name] for name in ("first", "a", "b")]
+    for name, tokens, known in (("a", [], 400), ("b", [], 400), ("other", TEXT, 0)):
+        readers.start(name, tokens, known)
+        readers.ended(name)
+    same = readers.said["a"] == readers.said["b"] == readers.said["other"]
+    return found | {"told": [b"".join(each).decode() for each in told], "same": same,
+                    "tokens": len(readers.said["other"]) - 1}  # fmt: skip
 
 
 def trap_1_abort() -> None:

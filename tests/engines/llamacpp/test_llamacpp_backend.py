@@ -228,3 +228,17 @@ def test_a_full_cache_is_an_error_and_nothing_is_lost(checks: dict[str, Any]) ->
     assert "full" in found["decode"]
     assert "no room" in found["load"]
     assert found["intact"]
+
+
+def test_an_aborted_decode_leaves_the_cache_as_it_was(checks: dict[str, Any]) -> None:
+    assert checks["aborted_decode"] == {"ended": True, "same": True, "difference": 0}
+
+
+def test_a_chunk_ends_when_everybody_in_it_has_hung_up(checks: dict[str, Any]) -> None:
+    found = checks["hanging_up_ends_a_chunk"]
+    assert found["held"]
+    assert found["shared"]
+    assert found["spared"]
+    assert found["ended"]
+    assert set(found["told"]) == {'{"done": true}\n'}
+    assert (found["same"], found["tokens"]) == (True, 8)

@@ -122,6 +122,29 @@ def test_eight_sessions_in_a_cache_for_four_share_it_and_mix_nothing(
     assert pool["free_blocks"] == pool["total_blocks"]
 
 
+def test_a_prefill_that_is_cancelled_brings_no_token_and_the_session_goes_on(
+    engines: Callable[..., Engine],
+) -> None:
+    method = make_method("full", None)
+    engine, alone = (
+        engines(LlamaCppEngine, method, max_live_tokens=4096),
+        engines(EmbeddedEngine, method),
+    )
+    for each in (engine, alone):
+        each.open("c", TokenPhases())
+        turn(each, "c", words(30, 4), 5)
+    prompt = words(2400, 5)
+    engine.extend("c", prompt, [TokenPhases().label(token) for token in prompt])
+    generation = engine.generate("c", Sampling(max_tokens=20))
+    generation.cancel()
+    assert list(generation) == []
+    assert generation.finish_reason is FinishReason.CANCELLED
+    said = list(engine.generate("c", Sampling(max_tokens=20)))
+    assert said == turn(alone, "c", prompt, 20)
+    ours, theirs = engine.close("c"), alone.close("c")
+    assert (ours.live, ours.logical, ours.recomputed) == (theirs.live, theirs.logical, 0)
+
+
 def test_a_killed_backend_is_started_again_and_nothing_is_lost(
     engines: Callable[..., Engine],
 ) -> None:

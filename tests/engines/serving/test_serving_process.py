@@ -336,6 +336,18 @@ def test_a_wait_policy_is_stronger_than_a_spin_count(monkeypatch):
     assert "GOMP_SPINCOUNT" not in os.environ
 
 
+@pytest.mark.usefixtures("nothing_set")
+@pytest.mark.parametrize("applied", [True, False])
+def test_a_server_of_our_own_has_them_whoever_starts_it(monkeypatch, applied):
+    """The command line, which has them itself, or a program that uses the package."""
+    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "0")
+    if applied:
+        process_env.apply()
+    assert process_env.settings() == {"GOMP_SPINCOUNT": "1000"}
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    assert process_env.settings() == {}
+
+
 def test_an_answer_that_breaks_off_is_a_hang_up(tmp_path: Path) -> None:
     """Half a line of JSON is no answer, and no error of the JSON."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listening:

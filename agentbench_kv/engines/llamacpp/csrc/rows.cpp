@@ -1,7 +1,7 @@
 // Puts saved rows back into llama.cpp's cache, and turns keys to other positions: one call each.
 //
-// Through the public interface of llama.h. The same in Python is backend/cells.py (`load`) and
-// backend/blob.py (`rotate`), which say why; a block of 20 tokens costs those twice the time.
+// Through the public interface of llama.h. The same in Python is server/cells.py (`load`) and
+// server/blob.py (`rotate`), which say why; a block of 20 tokens costs those twice the time.
 
 #include <algorithm>
 #include <cmath>
@@ -12,7 +12,7 @@
 #include "ggml-cpu.h"
 #include "llama.h"
 
-// A saved sequence, as backend/blob.py reads it.
+// A saved sequence, as server/blob.py reads it.
 struct kvb_state {
     uint8_t * data;
     int64_t size;

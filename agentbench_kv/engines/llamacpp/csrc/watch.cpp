@@ -2,8 +2,9 @@
 //
 // What it sees of every batch: the cache cell each token was written to, and (if asked) every
 // layer's queries behind RoPE. What it learns once: where the cache tensors lie. Written against
-// the headers that the llama-cpp-python wheel installs; the same in Python is backend/watch.py.
+// the headers that the llama-cpp-python wheel installs; the same in Python is server/watch.py.
 
+#include <atomic>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -15,6 +16,7 @@
 
 struct kvb_watch {
     bool want_queries;
+    std::atomic<bool> aborted;  // set by other threads while a batch is computed
     std::vector<ggml_tensor *> keys, values;   // the cache of every layer
     std::vector<int64_t> cells;                // of the tokens since kvb_watch_begin, in order
     std::vector<std::vector<float>> queries;   // per layer [tokens][heads][head_dim]
@@ -71,6 +73,8 @@ bool callback(ggml_tensor * tensor, bool asking, void * data) {
     return true;
 }
 
+bool aborted(void * data) { return static_cast<kvb_watch *>(data)->aborted; }
+
 }  // namespace
 
 extern "C" {
@@ -78,6 +82,7 @@ extern "C" {
 kvb_watch * kvb_watch_new(int layers) {
     kvb_watch * watch = new kvb_watch;
     watch->want_queries = false;
+    watch->aborted = false;
     watch->keys.assign(layers, nullptr);
     watch->values.assign(layers, nullptr);
     watch->queries.resize(layers);
@@ -87,6 +92,10 @@ kvb_watch * kvb_watch_new(int layers) {
 void kvb_watch_want_queries(kvb_watch * watch, int wanted) { watch->want_queries = wanted != 0; }
 
 void kvb_watch_free(kvb_watch * watch) { delete watch; }
+
+void kvb_watch_abort(kvb_watch * watch, int wanted) { watch->aborted = wanted != 0; }
+
+void * kvb_watch_abort_callback() { return reinterpret_cast<void *>(aborted); }
 
 void * kvb_watch_callback() { return reinterpret_cast<void *>(callback); }
 

@@ -23,8 +23,9 @@ from agentbench_kv.engines.core.host import follow_parent
 from agentbench_kv.engines.core.policy import BackendPolicy
 from agentbench_kv.engines.core.rings import span_attention
 from agentbench_kv.engines.llamacpp.models import ROW_TYPES
+from agentbench_kv.engines.llamacpp.server.blob import Blob
 from agentbench_kv.engines.llamacpp.server.context import Context, free_threads
-from agentbench_kv.engines.llamacpp.server.rows import Blob, SequenceRows
+from agentbench_kv.engines.llamacpp.server.rows import SequenceRows
 from agentbench_kv.engines.llamacpp.server.scheduler import STEP_TOKENS, BatchScheduler
 from agentbench_kv.engines.llamacpp.server.session import BackendSession, Stream, StreamServer
 from agentbench_kv.errors import KVBenchError, UsageError

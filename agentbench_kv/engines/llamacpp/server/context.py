@@ -12,13 +12,20 @@ import numpy as np
 import torch
 
 from agentbench_kv.engines.llamacpp.models import read_shape
-from agentbench_kv.engines.llamacpp.server.library import GgmlTensor, ggml, llama, tensor_at
+from agentbench_kv.engines.llamacpp.server.library import GgmlTensor, ggml, llama, muted, tensor_at
 from agentbench_kv.engines.llamacpp.server.watch import Watch, make_watch
 from agentbench_kv.errors import CapacityError, KVBenchError, PrerequisiteError, UsageError
 
 MOST_SEQUENCES = 256  # LLAMA_MAX_SEQ
 YARN = 2  # LLAMA_ROPE_SCALING_TYPE_YARN
 ROPE_TYPES = {False: 2, True: 0}  # llama.cpp's numbers for halves and for neighbouring pairs
+
+
+ABORTED = 2  # what `llama_decode` returns
+
+
+class AbortedError(KVBenchError):
+    """A decode was told to stop (`Context.abort`); the cache is as it was before."""
 
 
 @dataclass
@@ -93,6 +100,8 @@ class Context:
         options.no_perf = True
         options.cb_eval = self.watch.callback
         options.cb_eval_user_data = self.watch.data
+        options.abort_callback = self.watch.abort_callback
+        options.abort_callback_data = self.watch.data
         context = self._llama.llama_init_from_model(self._model, options)
         if not context:
             raise PrerequisiteError(
@@ -129,6 +138,8 @@ class Context:
         code = self._llama.llama_decode(self.handle, raw)
         if code == 1:
             raise CapacityError(f"the cache of {self.cells} tokens is full")
+        if code == ABORTED:
+            raise AbortedError("the decode was aborted")
         if code:
             raise KVBenchError(f"llama.cpp refused a batch (code {code})")
         logits = np.empty((len(batch.wanted), self.shape.vocabulary), np.float32)
@@ -136,6 +147,11 @@ class Context:
             found = self._llama.llama_get_logits_ith(self.handle, index)
             row[:] = np.ctypeslib.as_array(found, row.shape)
         return torch.from_numpy(logits)
+
+    def abort(self, wanted: bool) -> None:
+        """Have the decode under way end at its next operation, or no longer; from any thread."""
+        (muted.set if wanted else muted.clear)()
+        self.watch.abort(wanted)
 
     def remove(self, sequence: int, start: int = -1, end: int = -1) -> None:
         """Drop a sequence's cells whose positions are in [start, end); -1: from or to the end."""

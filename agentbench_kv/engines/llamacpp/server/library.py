@@ -13,6 +13,7 @@ import os
 import platform
 import shlex
 import sys
+import threading
 from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
@@ -100,6 +101,8 @@ _PLUGIN: dict[str, tuple[Any, ...]] = {
     "kvb_watch_new": (_P, _I),
     "kvb_watch_want_queries": (None, _P, _I),
     "kvb_watch_callback": (_P,),
+    "kvb_watch_abort": (None, _P, _I),
+    "kvb_watch_abort_callback": (_P,),
     "kvb_watch_begin": (None, _P),
     "kvb_watch_base": (_P, _P, _I, _I),
     "kvb_watch_cells": (_NUMBERS, _P, _NUMBERS),
@@ -171,8 +174,11 @@ def tensor_at(address: int) -> GgmlTensor:
     return ctypes.cast(address, ctypes.POINTER(GgmlTensor)).contents
 
 
+muted = threading.Event()  # while what the library calls a failure was asked for
+
+
 def _print_error(level: int, text: bytes, _data: object) -> None:
-    if level == ERROR_LEVEL:
+    if level == ERROR_LEVEL and not muted.is_set():
         sys.stderr.write(text.decode(errors="replace"))
 
 

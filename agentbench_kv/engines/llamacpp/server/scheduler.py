@@ -19,8 +19,8 @@ from agentbench_kv.engines.core.ledger import Eviction, EvictionOrder
 from agentbench_kv.engines.core.policy import BackendPolicy
 from agentbench_kv.engines.core.rings import RowShape
 from agentbench_kv.engines.core.rows import Fed, WorkerRows
-from agentbench_kv.engines.llamacpp.server.context import Context, DecodeBatch
-from agentbench_kv.engines.llamacpp.server.rows import Cells
+from agentbench_kv.engines.llamacpp.server.cells import Cells
+from agentbench_kv.engines.llamacpp.server.context import AbortedError, Context, DecodeBatch
 from agentbench_kv.engines.llamacpp.server.session import BackendGeneration, BackendSession, Stream
 from agentbench_kv.errors import CapacityError, KVBenchError, UsageError
 from agentbench_kv.methods.base import Method, QueryKind
@@ -131,6 +131,7 @@ class BatchScheduler:
         self.call = self._commands.call  # runs work on the thread that owns the context
         self._waiting: deque[BackendGeneration] = deque()
         self._running: list[BackendGeneration] = []
+        self._stepping: list[BackendGeneration] = []  # those in the step under way
         self.sessions: dict[str, BackendSession] = {}
         self._thread = threading.Thread(target=self._loop, name="kvbench-llamacpp", daemon=True)
         self._thread.start()
@@ -186,6 +187,8 @@ class BatchScheduler:
     def wake(self) -> None:
         """Look again: a reader has asked for a token, or hung up."""
         with self._work:
+            if self._stepping and all(each.stream.closed for each in self._stepping):
+                self.context.abort(True)
             self._work.notify_all()
 
     def _at_rest(self, name: str) -> BackendSession:
@@ -267,6 +270,8 @@ class BatchScheduler:
         """Feed a batch and sample; what fails in one session ends that one's generation."""
         try:
             logits, ready = self._forward(batch) if batch else ((), ())
+        except AbortedError:  # nobody wants it, and the cache is as it was
+            return
         except Exception as error:  # noqa: BLE001  all of them were in it
             self._break(batch, error)
             return
@@ -284,7 +289,8 @@ class BatchScheduler:
         self._admit()
         with self._work:
             self._await_readers()
-            batch = self._plan()
+            batch = self._stepping = self._plan()
+            self.context.abort(False)
             # A stream that closed since it was looked at has no other wake-up to come.
             if not batch and not self._commands and not self._closed():
                 self._work.wait()
@@ -324,7 +330,7 @@ class BatchScheduler:
             self._finish(generation)
         else:
             self._waiting.remove(generation)
-            generation.stream.send({"done": True})
+            generation.stream.end()
 
     def _plan(self) -> list[BackendGeneration]:
         batch: list[BackendGeneration] = []
@@ -399,7 +405,7 @@ class BatchScheduler:
         self._running.remove(generation)
         self._event(session, session.ledger.end_turn())
         self.admission.settle(session)
-        generation.stream.send({"done": True})
+        generation.stream.end()
 
     def _fail(self, generation: BackendGeneration, error: Exception) -> None:
         if generation in self._running:

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from agentbench_kv.engines.base import KVStats, Sampling
 from agentbench_kv.engines.core.ledger import SessionLedger
-from agentbench_kv.engines.llamacpp.server.rows import Cells, SequenceRows
+from agentbench_kv.engines.llamacpp.server.cells import Cells
+from agentbench_kv.engines.llamacpp.server.rows import SequenceRows
 from agentbench_kv.engines.sampling import Sampler
 from agentbench_kv.methods.base import Method
 from agentbench_kv.phases.machine import PromptPhases
@@ -101,6 +102,7 @@ class Stream:
         self.stepwise = False
         self.ready = True  # the harness waits for the next token
         self.closed = False  # the harness has hung up
+        self.ended = threading.Event()  # there is no more to write
 
     def send(self, document: dict[str, Any]) -> None:
         """Write one line; a connection that is gone is noted, not raised."""
@@ -111,8 +113,13 @@ class Stream:
             except OSError:
                 self.closed = True
 
+    def end(self) -> None:
+        self.send({"done": True})
+        self.ended.set()
+
     def fail(self, error: Exception) -> None:
         self.send({"error": {"kind": type(error).__name__, "message": str(error)}})
+        self.ended.set()
 
     def asked(self) -> None:
         with self._lock:
@@ -153,6 +160,8 @@ class _StreamHandler(socketserver.StreamRequestHandler):
             self.server.wake()
         stream.closed = True
         self.server.wake()
+        # Who hung up may still wait to hear that the session is at rest.
+        stream.ended.wait()
 
 
 @dataclass(eq=False)

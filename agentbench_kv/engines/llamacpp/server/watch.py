@@ -32,6 +32,8 @@ class NativeWatch:
         self._watch = self._plugin.kvb_watch_new(layers)
         kind = library.llama().ggml_backend_sched_eval_callback
         self.callback = ctypes.cast(self._plugin.kvb_watch_callback(), kind)
+        asked = library.llama().ggml_abort_callback
+        self.abort_callback = ctypes.cast(self._plugin.kvb_watch_abort_callback(), asked)
         self.data = int(self._watch)
         self.want_queries(queries)
 
@@ -39,6 +41,10 @@ class NativeWatch:
         """Keep queries from the next decode on, or no longer."""
         self.wants_queries = wanted
         self._plugin.kvb_watch_want_queries(self._watch, int(wanted))
+
+    def abort(self, wanted: bool) -> None:
+        """See `Context.abort`."""
+        self._plugin.kvb_watch_abort(self._watch, int(wanted))
 
     def begin(self) -> None:
         """Forget the last batch."""
@@ -84,9 +90,14 @@ class PythonWatch:
         self.callback = library.llama().ggml_backend_sched_eval_callback(
             lambda address, asking, _: self._ask(address) if asking else self._take(address)
         )
+        self._aborted = False
+        self.abort_callback = library.llama().ggml_abort_callback(lambda _: self._aborted)
 
     def want_queries(self, wanted: bool) -> None:
         self.wants_queries = wanted
+
+    def abort(self, wanted: bool) -> None:
+        self._aborted = wanted
 
     def begin(self) -> None:
         self._cells.clear()
