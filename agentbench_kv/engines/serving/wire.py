@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -103,6 +103,13 @@ class ModelFacts:
         """Return what a session reads besides, in layers with a window; None without any."""
         layers = self.layers - self.full_layers
         return WindowBytes(layers * self._layer_bytes(dtype), self.window) if layers else None
+
+    def held_bytes(self, kv_dtype: str, dtype: str) -> Callable[[int], int] | None:
+        """Return what gives the bytes of so many rows where not all take the same."""
+        form = KV_DTYPES.get(kv_dtype)
+        if form is None or not form.residual:
+            return None
+        return form.held(self.full_layers * self.kv_heads, self.head_dim, _BYTES[dtype])
 
     def pool_bytes(self, dtype: str) -> int:
         """Bytes of a token's place in a pool for all layers."""
