@@ -19,7 +19,7 @@ import httpx
 from agentbench_kv.accounting import LayerReach
 from agentbench_kv.engines.base import EngineOptions, Sampling
 from agentbench_kv.engines.core.host import ALLOW_UNTESTED
-from agentbench_kv.engines.core.kv_dtype import KV_DTYPES
+from agentbench_kv.engines.core.kv_dtype import BLOCK, BLOCKS, KV_DTYPES
 from agentbench_kv.engines.core.ledger import WindowBytes
 from agentbench_kv.engines.core.policy import VARIABLE, BackendPolicy
 from agentbench_kv.engines.embedded.model import MOVING_ROPE, end_ids, free_memory, read_document
@@ -123,6 +123,8 @@ class ModelFacts:
         """Return bytes of a token in a layer; `dtype` may be a precision of cached rows."""
         if dtype in _BYTES:
             return 2 * self.kv_heads * self.head_dim * _BYTES[dtype]
+        if dtype in BLOCKS:
+            return 2 * self.kv_heads * self.head_dim // BLOCK * BLOCKS[dtype]
         return KV_DTYPES[dtype.partition("_")[0]].row_bytes(self.kv_heads, self.head_dim)
 
 
@@ -271,6 +273,7 @@ class GenerationRequest:
     sampling: Sampling
     max_tokens: int  # what is left of `sampling.max_tokens`, which a restart may have interrupted
     given: Sequence[int] = ()  # tokens to be taken as drawn
+    best: list[int] | None = None  # where the wire puts the model's own best in each one's place
     # The wire puts `cached_tokens` here, where a stock engine says how many it had cached.
     usage: dict[str, int] = field(default_factory=dict)
 
