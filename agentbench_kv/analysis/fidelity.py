@@ -83,8 +83,13 @@ class FidelityCounts:
                     pair = self.sums[f"{name}{group}"]
                     pair[0] += float(value)
                     pair[1] += 1
-        right = zip(figures.right.tolist(), figures.right_full.tolist(), in_call, strict=True)
-        for own, full, inside in right:
+        self.add_calls(figures.right.tolist(), figures.right_full.tolist(), in_call)
+
+    def add_calls(
+        self, right: Sequence[bool], right_full: Sequence[bool], in_call: Sequence[bool]
+    ) -> None:
+        """Add neighbouring tokens to the calls they are in: whether each is the caches' best."""
+        for own, full, inside in zip(right, right_full, in_call, strict=True):
             if inside:
                 self._call.append((own, full))
             else:

@@ -12,6 +12,7 @@ from click.core import ParameterSource
 from agentbench_kv.cli import options as opt
 
 if TYPE_CHECKING:
+    from agentbench_kv.run.recordings import Recording
     from agentbench_kv.serving_bench.bench import ServingRun
     from agentbench_kv.serving_bench.jobs import Load
     from agentbench_kv.serving_bench.measurements import LoadMeasurement, ServingPlan
@@ -174,7 +175,17 @@ def _run(options: dict[str, Any]) -> ServingRun:
         vocabulary=vocabulary,
         timeout_s=options["timeout"],
         detailed=options["save_detailed"],
+        recordings=_recordings(options, trace),
     )
+
+
+def _recordings(options: dict[str, Any], trace: LoadTrace | None) -> tuple[Recording, ...]:
+    """Return the sessions of a trace that says what was answered; for engines started here."""
+    from agentbench_kv.run.recordings import record_file
+
+    if trace is None or trace.form != "messages" or options["urls"]:
+        return ()
+    return tuple(record_file(options["trace"], options["model"], len(trace.sessions)))
 
 
 def _trace(options: dict[str, Any]) -> LoadTrace | None:

@@ -90,7 +90,8 @@ dtype_option = option("--dtype", default="float32")
 kv_dtype_option = option(
     "--kv-dtype",
     "Precision of cached rows: int8, int4, fp8, kivi4, kivi2 (embedded, simulated), fp8, int8, "
-    "int4 (vllm), fp8_e4m3, fp8_e5m2 (vllm, sglang).  [default: that of --dtype]",
+    "int4 (vllm), fp8_e4m3, fp8_e5m2 (vllm, sglang), q8_0, q4_0 (llamacpp).  [default: that of "
+    "--dtype]",
     default="",
     show_default=False,
 )

@@ -43,6 +43,7 @@ class Capability(StrEnum):
     CONSTRAIN = "constrain"
     LOGPROBS = "logprobs"
     PROTECT_SYSTEM = "protect_system"
+    OFFLOAD = "offload"
 
 
 # What an engine that moves single rows can do to spans.
@@ -147,6 +148,7 @@ class Generation(ABC):
     first_token_s: float | None = None
     last_token_s: float | None = None
     logprobs: Sequence[TokenLogprob] = ()  # of the tokens so far, where they were asked for
+    best: Sequence[int] = ()  # of given tokens that were to be predicted: the model's own best
 
     @abstractmethod
     def __iter__(self) -> Iterator[int]:
@@ -218,13 +220,14 @@ class Engine(ABC):
     def generate(self, session: str, sampling: Sampling) -> Generation:
         """Prefill what is pending, then decode until a stop or a limit."""
 
-    def force(self, session: str, tokens: Sequence[int]) -> Generation:
+    def force(self, session: str, tokens: Sequence[int], *, predict: bool = False) -> Generation:
         """Prefill what is pending, then take these ids, at least one, as if they had been drawn.
 
         Phases, kept queries, events and accounting are those of a decode of the same ids. The
-        generation yields them and ends by its length. Raises ContextLimitError if they do not fit.
+        generation yields them and ends by its length. With `predict` its `best` is what a greedy
+        decode would have drawn in each one's place. Raises ContextLimitError if they do not fit.
         """
-        raise self._cannot(Capability.FORCE, session, tokens)
+        raise self._cannot(Capability.FORCE, session, tokens, predict)
 
     @abstractmethod
     def stats(self, session: str) -> KVStats:

@@ -137,7 +137,7 @@ class ScriptedEngine(Engine):
         room = self.info.context_limit - len(state.tokens)
         return ScriptedGeneration(state, [*ids, *self.info.eos_token_ids[:1]], sampling, room)
 
-    def force(self, session: str, tokens: Sequence[int]) -> Generation:
+    def force(self, session: str, tokens: Sequence[int], *, predict: bool = False) -> Generation:  # noqa: ARG002  it predicts nothing
         state = self._sessions[session]
         room = self.info.context_limit - len(state.tokens)
         if len(tokens) > room:

@@ -58,7 +58,7 @@ from agentbench_kv.run.trial import (
 # What of an account follows from method, lengths and tokens alone, and from the tokens alone.
 DERIVED = (
     "peak_live", "logical", "events", "evicted", "bytes_read", "prefill_tokens", "longest_prefill",
-    "decode_tokens", "mean_decode_kv", "restored", "budget",
+    "decode_tokens", "mean_decode_kv", "restored", "budget", "peak_bytes",
 )  # fmt: skip
 _PROTECTION = ("protected", "refused", "refused_recent", "refused_budget")
 _COUNTED = ("logical", "prefill_tokens", "longest_prefill", "decode_tokens")
@@ -291,6 +291,8 @@ class Replay:
             ),
             *((f"kv.{n}", getattr(said.kv, n), getattr(derived.kv, n)) for n in of_account),
         ]
+        if not said.kv.peak_bytes:  # unknown: played before bytes were counted
+            pairs = [pair for pair in pairs if pair[0] != "kv.peak_bytes"]
         for name, one, other in pairs:
             if not _alike(one, other):
                 yield differs(place(key, name), one, other)
@@ -335,7 +337,8 @@ class Replay:
         precision = spec.kv_dtype or spec.dtype
         per_token = facts.bytes_per_token(precision)
         windows = facts.window_bytes(precision)
-        return SessionLedger(method, per_token * heads // facts.kv_heads, windows)
+        held = facts.held_bytes(spec.kv_dtype, spec.dtype)
+        return SessionLedger(method, per_token * heads // facts.kv_heads, windows, held)
 
 
 def account_is_known(evidence: RunEvidence) -> bool:

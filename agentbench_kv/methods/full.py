@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from agentbench_kv.errors import UsageError
 from agentbench_kv.methods.base import Method
+from agentbench_kv.params import param
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,9 +19,19 @@ class Full(Method):
     summary: ClassVar[str] = "no eviction, engine as shipped"
     source: ClassVar[str] = "baseline"
     compresses: ClassVar[bool] = False
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"offload": {"offload": 16}}
+
+    offload: int = param(
+        0, "GB of this machine's memory for cached rows that leave the GPU; 0: none", low=0
+    )
 
     def settings(self) -> dict[str, Any]:
-        return {}  # no parameter of the base has an effect without eviction
+        # No parameter of the base has an effect without eviction.
+        return {"offload": self.offload} if self.offload else {}
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset({"offload"} if self.offload else ())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,3 +40,8 @@ class FullConstrained(Full):
 
     name: ClassVar[str] = "full-constrained"
     summary: ClassVar[str] = "no eviction, same engine flags as a compressed run"
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+
+    def validate(self) -> None:
+        if self.offload:
+            raise UsageError("offload: the plug-in moves rows itself; use --method full@offload")

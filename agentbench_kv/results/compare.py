@@ -182,7 +182,7 @@ def _unfit(side: str, runs: Sequence[Run]) -> list[str]:
                 f"{side} {run.run_id} is not valid ({found.state}: {found.reasons[0]}); "
                 "a run whose budget was not applied cannot be compared"
             )
-        odd = [note for note in run.summary.notes if note.startswith("samples.jsonl")]
+        odd = [note for note in run.summary.notes if note.startswith(("samples.jsonl", "warning"))]
         notes += [f"{side} {run.run_id}: {told}" for told in (*found.reasons, *odd)]
     return notes
 

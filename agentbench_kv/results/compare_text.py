@@ -14,10 +14,10 @@ from xml.etree import ElementTree
 
 from agentbench_kv.errors import UsageError
 from agentbench_kv.results.compare import Comparison
-from agentbench_kv.results.contrast import PEAK, SPEED, Contrast, Unit
+from agentbench_kv.results.contrast import SPEED, Contrast, Unit
 from agentbench_kv.results.files import writing
 from agentbench_kv.results.gate import Verdict
-from agentbench_kv.results.runs import Problem
+from agentbench_kv.results.runs import SIZES, Problem
 from agentbench_kv.results.terminal import console, new_table, plain, visible
 
 _COLUMNS = (
@@ -26,7 +26,7 @@ _COLUMNS = (
 )  # fmt: skip
 _PLAIN_MARKDOWN = frozenset(string.ascii_letters + string.digits + " .,/-:%")
 # What a size or speed that fell, and one that rose, is called.
-_WORDS = {PEAK: ("less", "more"), SPEED: ("slower", "faster")}
+_WORDS = {**dict.fromkeys(SIZES, ("less", "more")), SPEED: ("slower", "faster")}
 
 
 def targets(writes: Sequence[str]) -> list[tuple[str, Path]]:
@@ -175,6 +175,8 @@ def _cells(row: Contrast) -> tuple[str, ...]:
 
 
 def _level(row: Contrast, value: float) -> str:
+    if "bytes" in row.metric and row.metric in SIZES:
+        return f"{value / 1e6:,.3f} MB"
     if row.unit == "nats":
         return f"{value:.4f}"
     return f"{100 * value:.1f}" if row.unit == "points" else f"{value:.1f}"

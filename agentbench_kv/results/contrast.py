@@ -15,10 +15,10 @@ from agentbench_kv.results import stats
 from agentbench_kv.results.fidelity import FLIPS
 from agentbench_kv.results.gate import Rule, Verdict, units_to_decide
 from agentbench_kv.results.records import TrialRecord
-from agentbench_kv.results.runs import RunGroup, asked_once
+from agentbench_kv.results.runs import SIZES, RunGroup, asked_once
 from agentbench_kv.results.stats import Change, Scores, SpeedChange
 
-SPEED, PEAK = "output_tok_s", "peak_live"
+SPEED = "output_tok_s"
 Unit = Literal["points", "percent", "nats"]
 Kind = Literal["score", "mean", "size"]
 
@@ -43,7 +43,7 @@ class Contrast(BaseModel, frozen=True):
     metric: str
     unit: Unit  # points are shares of 1, percent is relative to the base, nats have no upper bound
     mean: bool = False  # of tokens, and without bounds (a divergence): less is better
-    base_level: float  # mean score or divergence, mean peak live tokens, median tokens per second
+    base_level: float  # mean score, divergence, or bytes or tokens a session; median tokens/s
     cand_level: float
     point: float  # candidate minus base
     low: float | None  # ends of its 95% interval; None with too few repetitions for one
@@ -99,7 +99,7 @@ def contrast(pairs: Sequence[Pair], metric: str, rule: Rule, listed: int = 0) ->
         verdict=verdict,
         needed=needed,
         needed_of="samples" if seen.groups is None else "groups",
-        notes=_group_notes(rule, seen) if kind == "score" else [],
+        notes=_group_notes(rule, seen) if kind == "score" else _row_notes(pairs, metric),
         flips=flips(pairs, was, now, moved, listed) if listed else [],
     )
 
@@ -121,7 +121,7 @@ def _shared(pairs: Sequence[Pair], metric: str, found: Change | SpeedChange) -> 
 
 
 def _kind(pairs: Sequence[Pair], metric: str) -> Kind:
-    if metric in (PEAK, SPEED):
+    if metric in (*SIZES, SPEED):
         return "size"
     runs = (run for pair in pairs for group in (pair.base, pair.cand) for run in group.runs)
     return "mean" if any(metric in run.means for run in runs) else "score"
@@ -141,7 +141,10 @@ def _sides(pairs: Sequence[Pair], metric: str) -> tuple[Scores, Scores]:
     for pair in pairs:
         groups = pair.base, pair.cand
         if kind == "size":
-            found.append([Scores.of_trials(group.peaks, group.clusters) for group in groups])
+            sizes = [_sizes(group, metric) for group in groups]
+            found.append(
+                [Scores.of_trials(s, g.clusters) for s, g in zip(sizes, groups, strict=True)]
+            )
         elif kind == "mean":
             found.append([group.means(metric) for group in groups])
         else:
@@ -151,6 +154,18 @@ def _sides(pairs: Sequence[Pair], metric: str) -> tuple[Scores, Scores]:
     if not base.parts or not cand.parts:
         raise UsageError(_lacking(pairs, metric))
     return base, cand
+
+
+def _sizes(group: RunGroup, metric: str) -> dict[str, list[int]]:
+    """Return the sizes by sample; a UsageError where a session's record has none."""
+    for run in group.runs:
+        if unknown := run.unsized(metric):
+            raise UsageError(
+                f"{run.run_id} has no {metric} in {unknown} of its {run.sessions} sessions: it was "
+                "played before they were counted, or by an engine that does not count them; play "
+                "it again with this version, or compare peak_live"
+            )
+    return group.sizes(metric)
 
 
 def _pooled(sides: Sequence[Scores | None]) -> Scores:
@@ -165,7 +180,7 @@ def _pooled(sides: Sequence[Scores | None]) -> Scores:
 def _lacking(pairs: Sequence[Pair], metric: str) -> str:
     if metric == "score":
         return f"{_ids(pairs)}: one side has no score"
-    if metric == PEAK:
+    if metric in SIZES:
         return f"no trial of one side reached the engine, so there is no {metric}"
     if (k := stats.pass_k(metric)) is not None:
         return f"no sample of one side has {k} trials; run it with --trials {k} or more"
@@ -173,7 +188,7 @@ def _lacking(pairs: Sequence[Pair], metric: str) -> str:
     if any(metric in run.means for run in runs):
         return f"{_ids(pairs)}: one side has no {metric}"
     counted = sorted({name for run in runs for name in (*run.counts, *run.means)})
-    known = ", ".join(["score", "pass^k", PEAK, SPEED, *counted])
+    known = ", ".join(["score", "pass^k", *SIZES, SPEED, *counted])
     return f"the records have no sub-score {metric!r}; known: {known}"
 
 
@@ -208,6 +223,23 @@ def _group_notes(rule: Rule, seen: Change) -> list[str]:
         "whole, if none of these was"
     )
     return [told] if hidden > rule.catch else []
+
+
+def _row_notes(pairs: Sequence[Pair], metric: str) -> list[str]:
+    """Say what a token takes on each side where that differs: precision, or heads, or a forger."""
+    sizes = [
+        {_per_token(group) for pair in pairs for group in [getattr(pair, side)]}
+        for side in ("base", "cand")
+    ]
+    if metric != "peak_bytes" or sizes[0] == sizes[1]:
+        return []
+    was, now = (" and ".join(f"{size:,}" for size in sorted(found)) for found in sizes)
+    return [f"a live token takes {was} bytes in BASE, {now} in CAND, over all layers and heads"]
+
+
+def _per_token(group: RunGroup) -> int:
+    size, tokens = (sum(map(sum, group.sizes(n).values())) for n in ("peak_bytes", "peak_live"))
+    return round(size / max(tokens, 1))
 
 
 def _of_speed(pair: Pair, rule: Rule) -> Contrast:

@@ -31,7 +31,7 @@ RELEASES = (
 MACHINE = ("hardware", "kernels", "device", "concurrency")
 WARNS = ("packages.scipy", "engine_details", "api_endpoint")
 _ROOTS = {name.partition(".")[0] for name in (*REFUSES, *RELEASES, *MACHINE, *WARNS)}
-_FREE = frozenset({"seed", "limit", "trials", "concurrency", *CONDITIONS})
+_FREE = frozenset({"seed", "limit", "trials", "concurrency"})
 _LONGEST = 16
 
 

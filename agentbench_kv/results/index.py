@@ -30,10 +30,10 @@ from agentbench_kv.errors import KVBenchError, UsageError
 from agentbench_kv.results import terminal
 from agentbench_kv.results.files import sweep, write_atomic
 from agentbench_kv.results.store import RunStatus, ahead, holder, read_info
-from agentbench_kv.results.terminal import failures, number, plain, share
+from agentbench_kv.results.terminal import failures, megabytes, number, plain, share
 
 FILE = ".kvbench-index.json"
-_VERSION = 3
+_VERSION = 4
 _LEFT_S = 3600.0  # after which a half-written index is nobody's
 _SOURCES = ("run.json", "samples.jsonl")
 # Time of change in ns, size and inode of each source; zeros for one that is missing.
@@ -67,7 +67,8 @@ class RunEntry(Struct, frozen=True, gc=False):
     trials: int = 0
     expected_trials: int | None = None
     score: EntryScore | None = None  # None without trials
-    peak_live: float | None = None  # medians over trials
+    peak_bytes: float = 0.0  # medians over trials; bytes are 0 where they are not known
+    peak_live: float | None = None
     logical: float | None = None
     live_over_logical: float | None = None  # mean over trials of peak live / logical
     events: int = 0
@@ -164,6 +165,7 @@ def _derived(path: Path) -> RunEntry:
         created=run.info.created,
         taken_over=any(resume.taken_over for resume in run.info.resumes),
         score=EntryScore(score.point, score.low, score.high) if score else None,
+        peak_bytes=kv.median_peak_bytes if kv else 0.0,
         peak_live=kv.median_peak_live if kv else None,
         logical=kv.median_logical if kv else None,
         live_over_logical=kv.live_over_logical if kv else None,
@@ -266,6 +268,7 @@ _MORE: Columns = {
     "seed": lambda entry: entry.seed,
     "status": lambda entry: entry.status + (", taken over" if entry.taken_over else ""),
     "failures": lambda entry: failures(entry.failures),
+    "peak live MB": lambda entry: megabytes(entry.peak_bytes),
     "peak live": lambda entry: number(entry.peak_live),
     "logical": lambda entry: number(entry.logical),
     "tok/s": lambda entry: number(entry.tokens_per_s),

@@ -51,9 +51,14 @@ class Board:
 
     @property
     def full(self) -> Entry | None:
-        """What others are measured by: `full`, or `full-constrained` where only that has run."""
+        """What others are measured by: `full`, or `full-constrained` where only that has run.
+
+        Of several the plain one: a `full@offload` keeps the same rows.
+        """
         alike = [entry for entry in self.entries if entry.group.method in UNCOMPRESSED]
-        return min(alike, key=lambda entry: entry.group.method != "full", default=None)
+        return min(
+            alike, key=lambda e: (e.group.method != "full", e.group.label != "full"), default=None
+        )
 
     @property
     def too_small(self) -> str | None:

@@ -22,6 +22,8 @@ from agentbench_kv.results.store import RunInfo, RunReader, latest_trials
 from agentbench_kv.results.summary import RunState, Summary, derive, triggered_samples
 
 SCORE = "score"
+# What a session held at most and read, as records call it; bytes over all layers and heads.
+SIZES = ("peak_bytes", "bytes_read", "peak_live")
 # What a method does not set and scores depend on: only runs alike in it compare.
 CONDITIONS = (
     "temperature",
@@ -84,8 +86,8 @@ class Run:
         # Group of each sample that belongs to one (LoCoMo: the conversation).
         self.clusters = {r.sample_id: r.cluster for r in records if r.cluster is not None}
         self.prompts = {r.key: r.prompt_sha for r in records if r.prompt_sha is not None}
-        # Peak live tokens of each sample's trials that reached the engine.
-        self.peaks: dict[str, list[int]] = {}
+        # Each of `SIZES` of each sample's trials that reached the engine.
+        self.sizes: dict[str, dict[str, list[int]]] = {name: {} for name in SIZES}
         # Sub-score to right and asked of each sample, summed over its trials.
         self.counts: dict[str, dict[str, tuple[float, float]]] = {}
         # Mean without bounds to total and count of each sample, summed over its trials.
@@ -100,7 +102,8 @@ class Run:
         sample = record.sample_id
         self.scores.setdefault(sample, {})[record.trial, record.seed] = record.headline
         if record.kv.peak_live:
-            self.peaks.setdefault(sample, []).append(record.kv.peak_live)
+            for name, sizes in self.sizes.items():
+                sizes.setdefault(sample, []).append(getattr(record.kv, name))
         found = record.sub_scores
         if record.score is None and not found:
             self.uncounted[sample] += 1
@@ -156,6 +159,17 @@ class Run:
             return self.method
         settings = ", ".join(f"{name}={value}" for name, value in sorted(changed.items()))
         return f"{self.method} ({settings})"
+
+    @property
+    def sessions(self) -> int:
+        """How many trials reached the engine."""
+        return sum(map(len, self.sizes["peak_live"].values()))
+
+    def unsized(self, name: str) -> int:
+        """Count the sessions whose record does not have a size: 0 bytes are unknown, not none."""
+        found = [size for sizes in self.sizes[name].values() for size in sizes]
+        # Of what is read, a session of one-token answers has none; an engine that counts, some.
+        return 0 if name == "bytes_read" and any(found) else found.count(0)
 
     @cached_property
     def setting(self) -> Setting:
@@ -251,8 +265,13 @@ class RunGroup:
 
     @property
     def compressed(self) -> bool:
-        """Whether it competes."""
+        """Whether it competes at a budget."""
         return self.first.compressed
+
+    @property
+    def holds_less(self) -> bool:
+        """Whether it competes by memory: it has a budget, or its rows take fewer bytes."""
+        return self.compressed or bool(self.first.spec.get("kv_dtype"))
 
     @property
     def method(self) -> str:
@@ -267,13 +286,17 @@ class RunGroup:
     def triggered(self) -> set[str]:
         return set().union(*(run.triggered for run in self.runs))
 
-    @cached_property
-    def peaks(self) -> dict[str, list[int]]:
-        """Peak live tokens of each sample's trials that reached the engine, in all the runs."""
+    def sizes(self, name: str) -> dict[str, list[int]]:
+        """Return one of `SIZES` of each sample's trials that reached the engine, of all runs.
+
+        Empty if a session of any run does not say: a mean over the others would be of others.
+        """
         found: dict[str, list[int]] = {}
+        if any(run.unsized(name) for run in self.runs):
+            return found
         for run in self.runs:
-            for sample, peaks in run.peaks.items():
-                found.setdefault(sample, []).extend(peaks)
+            for sample, sizes in run.sizes[name].items():
+                found.setdefault(sample, []).extend(sizes)
         return found
 
     @cached_property

@@ -28,7 +28,15 @@ from agentbench_kv.results.records import TrialRecord, TurnRecord
 from agentbench_kv.results.stats import Interval
 from agentbench_kv.results.store import RunReader, RunStore, suggestion, turns_by_index
 from agentbench_kv.results.summary import Summary, build, median, summarize
-from agentbench_kv.results.terminal import failures, new_table, number, plain, share, visible
+from agentbench_kv.results.terminal import (
+    failures,
+    megabytes,
+    new_table,
+    number,
+    plain,
+    share,
+    visible,
+)
 
 T = TypeVar("T")
 _MOST_ROWS = 50
@@ -40,6 +48,7 @@ _SUMMARY: dict[str, Callable[[Summary], object]] = {
     "budget": lambda run: run.budget,
     "score [95% CI]": lambda run: percent(run.score),
     "triggered only": lambda run: percent(run.score_triggered),
+    "peak live MB": lambda run: run.kv and megabytes(run.kv.median_peak_bytes),
     "peak live": lambda run: run.kv and number(run.kv.median_peak_live),
     "logical": lambda run: run.kv and number(run.kv.median_logical),
     "events": lambda run: run.kv and run.kv.events,

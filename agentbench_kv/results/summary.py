@@ -288,7 +288,7 @@ class KVSummary(BaseModel, frozen=True, extra="forbid"):
     auxiliary_calls: int = 0  # requests that the method made of the model by itself
     auxiliary_tokens: int = 0
     auxiliary_s: float = 0.0
-    median_peak_bytes: float = 0.0  # over all layers and heads; 0 where records have none
+    median_peak_bytes: float = 0.0  # over all layers and heads; 0 if any record has none
     max_peak_bytes: int = 0
     max_peak_alone: int = 0  # without those requests; 0 under methods that make none
 
@@ -375,7 +375,12 @@ def derive(info: RunInfo, lines: Lines[TrialRecord]) -> Summary:
         session_resets=sum(record.session_resets for record in trials),
         validity=assess(info.spec, trials, expected=info.expected_trials),
         alien_lines=len(lines.unreadable),
-        notes=[*_notes(info, lines), *_reach(info, kv), *_protected(info, kv)],
+        notes=[
+            *_notes(info, lines),
+            *_reach(info, kv),
+            *_protected(info, kv),
+            *_bytes(info, trials),
+        ],
     )
 
 
@@ -434,13 +439,14 @@ def _kv(trials: Sequence[TrialRecord]) -> KVSummary | None:
     accounts = [record.kv for record in trials if record.kv.logical]
     if not accounts:
         return None
+    counted = all(kv.peak_bytes for kv in accounts)  # a median with 0 for unknown is of nothing
     return KVSummary(
         median_peak_live=statistics.median(kv.peak_live for kv in accounts),
         max_peak_live=max(kv.peak_live for kv in accounts),
         median_logical=statistics.median(kv.logical for kv in accounts),
         max_peak_alone=max(kv.peak_alone for kv in accounts),
-        median_peak_bytes=statistics.median(kv.peak_bytes for kv in accounts),
-        max_peak_bytes=max(kv.peak_bytes for kv in accounts),
+        median_peak_bytes=statistics.median(kv.peak_bytes for kv in accounts) if counted else 0,
+        max_peak_bytes=max(kv.peak_bytes for kv in accounts) if counted else 0,
         live_over_logical=statistics.fmean(kv.peak_live / kv.logical for kv in accounts),
         mean_decode_kv=statistics.fmean(kv.mean_decode_kv for kv in accounts),
         median_protected=statistics.median(kv.protected for kv in accounts),
@@ -464,6 +470,29 @@ def _protected(info: RunInfo, kv: KVSummary | None) -> list[str]:
     return [
         f"of the budget, {size} tokens, a median of {kv.median_protected:g} are protected: "
         f"{free} beyond them"
+    ]
+
+
+def _bytes(info: RunInfo, trials: Sequence[TrialRecord]) -> list[str]:
+    """Say where bytes are not recorded throughout, or do not follow from the tokens."""
+    held = [kv for each in trials if (kv := each.kv).peak_live]
+    known = [kv.peak_bytes / kv.peak_live for kv in held if kv.peak_bytes]
+    if not known:
+        return []
+    if len(known) < len(held):
+        return [f"bytes are recorded in {len(known)} of {len(held)} sessions, so the run has none"]
+    details = info.provenance.get("engine_details")
+    # Rows of windows, and those that age, are not all of one size.
+    windows = isinstance(details, dict) and LayerReach.read(details) is not None
+    if windows or str(info.spec.get("kv_dtype") or "").startswith("kivi"):
+        return []
+    least, most = min(known), max(known)
+    # What a method asks beside a session is counted in whole bytes.
+    if most - least <= 1:
+        return []
+    return [
+        f"warning: peak_bytes do not follow from peak_live: {least:,.0f} to {most:,.0f} bytes a "
+        "token, which are one number where every row has one size"
     ]
 
 

@@ -55,6 +55,14 @@ def number(value: float | None) -> str | None:
     return f"{value:.0f}" if value >= 100 or value == int(value) else f"{value:.1f}"
 
 
+def megabytes(value: float | None) -> str | None:
+    """Write bytes as MB with three digits; None of 0, which is unknown."""
+    if not value:
+        return None
+    found = value / 1e6
+    return f"{found:,.0f}" if found >= 100 else f"{found:.3g}"
+
+
 def failures(kinds: dict[str, int]) -> str | None:
     """Write the trials by failure kind; None if there is none."""
     return ", ".join(f"{count} {kind}" for kind, count in kinds.items()) or None

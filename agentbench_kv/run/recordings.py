@@ -89,10 +89,10 @@ class RecordingEngine(ScriptedEngine):
         self._end_answer(session)
         super().extend(session, tokens, phases)
 
-    def force(self, session: str, tokens: Sequence[int]) -> Generation:
+    def force(self, session: str, tokens: Sequence[int], *, predict: bool = False) -> Generation:
         self._end_answer(session)
         self._begins[session].append(len(self._states[session].tokens))
-        return super().force(session, tokens)
+        return super().force(session, tokens, predict=predict)
 
     def generate(self, session: str, sampling: Sampling) -> Generation:
         self._end_answer(session)

@@ -18,24 +18,26 @@ import httpx
 import msgspec
 
 from agentbench_kv.budget import Budget
-from agentbench_kv.engines.base import Capability, EngineOptions
+from agentbench_kv.engines.base import Capability, Engine, EngineOptions
 from agentbench_kv.engines.embedded.model import model_path
 from agentbench_kv.engines.serving.engine import ServingEngine
 from agentbench_kv.engines.serving.wire import read_model
-from agentbench_kv.errors import PrerequisiteError, UsageError
+from agentbench_kv.errors import KVBenchError, PrerequisiteError, UsageError
 from agentbench_kv.gateway import open_gateway
 from agentbench_kv.gateway.http import BackgroundServer, ServerSettings
 from agentbench_kv.registry import load_engine, make_method
 from agentbench_kv.results.store import run_id
 from agentbench_kv.run.calibration import calibrated, calibration_used
 from agentbench_kv.run.engines import check_pair, start_engine
+from agentbench_kv.run.exact_calls import exact_calls
 from agentbench_kv.run.provenance import environment
-from agentbench_kv.run.recordings import record_file
+from agentbench_kv.run.recordings import Recording, record_file
 from agentbench_kv.serving_bench import jobs
 from agentbench_kv.serving_bench.endpoints import authorization
 from agentbench_kv.serving_bench.loadgen import measure_apart
 from agentbench_kv.serving_bench.measurements import (
     LoadMeasurement,
+    Quality,
     ServingArm,
     ServingFolder,
     ServingPlan,
@@ -69,6 +71,7 @@ class ServingRun:
     vocabulary: jobs.Vocabulary | None = None  # for servers by URL
     timeout_s: float = 1800.0
     detailed: bool = False  # whether files keep every request
+    recordings: tuple[Recording, ...] = ()  # the trace's sessions, if it has what was answered
 
     @property
     def at_once(self) -> int:
@@ -91,6 +94,7 @@ def measure_serving(run: ServingRun, path: Path, told: Told) -> ServingSummary:
     folder = ServingFolder.create(path, plan, environment())
     known = {measured.key: measured for measured in folder.measurements()}
     kept: dict[str, RunningServer] = {}
+    judged = {measured.arm for measured in known.values() if measured.quality is not None}
     with ExitStack() as all_servers:
         for repetition in range(plan.repeats):
             for place, arm in enumerate(rotated(plan.arms, repetition)):
@@ -112,6 +116,10 @@ def measure_serving(run: ServingRun, path: Path, told: Told) -> ServingSummary:
                         kept[arm.name] = server
                     for workload, load in missing:
                         measured = _measure(run, arm, server, workload, load, (repetition, place))
+                        if run.recordings and arm.name not in judged:
+                            judged.add(arm.name)
+                            quality = _quality(run, server)
+                            measured = measured.model_copy(update={"quality": quality})
                         folder.add(measured)
                         told(measured, False)
     summary = summarize_serving(plan, folder.measurements())
@@ -168,6 +176,26 @@ def _measure(
     )
 
 
+def _quality(run: ServingRun, server: RunningServer) -> Quality:
+    """Play the trace's own answers on a server that nothing is measured on now."""
+    engine = server.engine
+    if engine is None:
+        return Quality(reason="a server by URL takes no given answers")
+    if run.plan.weights == "dummy":
+        return Quality(reason="the weights are random")
+    if Capability.FORCE not in engine.info.capabilities:
+        return Quality(reason=f"engine {run.plan.engine!r} takes no given answers")
+    try:
+        found = exact_calls(engine, run.recordings, server.protect)
+    except KVBenchError as error:
+        return Quality(reason=" ".join(str(error).split()))
+    if not found.asked:
+        return Quality(reason="no recorded answer calls a tool", seconds=found.seconds)
+    return Quality(
+        calls_right=found.right, calls=found.asked, events=found.events, seconds=found.seconds
+    )
+
+
 def _planned(workload: jobs.Workload | LoadTrace, count: int) -> list[jobs.TraceSession]:
     if isinstance(workload, jobs.Workload):
         return workload.sessions(count)
@@ -210,9 +238,12 @@ def engine_arms(
         if kv_dtype and name == "full-constrained":
             continue
         plain = make_method(name, budget)
-        method = make_method(name, budget, settings if plain.compresses else {})
+        # Those of the methods with a budget, or an offload's size.
+        theirs = settings.keys() - {"offload"} if plain.compresses else plain.settings().keys()
+        own = {key: value for key, value in settings.items() if key in theirs}
+        method = make_method(name, budget, own)
         check_pair(engine, cls, method)
-        if kv_dtype:
+        if kv_dtype or "offload" in method.settings():
             options = EngineOptions(model, method, device, dtype, kv_dtype=kv_dtype)
             cls.check_kv_dtype(options)
             cls.check_options(options)
@@ -229,6 +260,8 @@ def engine_arms(
             settings=method.settings(),
             kv_dtype=kv_dtype,
         )
+    if "offload" in settings and not any("offload" in arm.settings for arm in made.values()):
+        raise UsageError("--set offload: only --method full@offload has it")
     return list(made.values())
 
 
@@ -293,6 +326,8 @@ class RunningServer:
     vocabulary: jobs.Vocabulary | None = None  # of the engine's model; None of a server by URL
     context: int | None = None  # last position + 1 a session may reach, as far as it is known
     about: dict[str, Any] = field(default_factory=dict)  # what the engine says of itself
+    engine: Engine | None = None  # None of a server by URL
+    protect: str = ""  # the method's
 
 
 def pool_tokens(plan: ServingPlan, arm: ServingArm, *, per_query_head: bool) -> int | None:
@@ -355,7 +390,8 @@ def serve_arm(plan: ServingPlan, arm: ServingArm, at_once: int) -> Iterator[Runn
         about |= calibration_used(method)
         about |= {"max_live_tokens": room} if room is not None else {}
         target = jobs.Target(server.url.removesuffix("/v1"), "gateway", info.model)
-        yield RunningServer(target, vocabulary, info.context_limit, {**about, **info.details})
+        about |= info.details
+        yield RunningServer(target, vocabulary, info.context_limit, about, engine, method.protect)
 
 
 def _reached(base: str, wire: str) -> RunningServer:

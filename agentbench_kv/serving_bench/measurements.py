@@ -110,6 +110,20 @@ class ServingPlan(BaseModel, frozen=True):
         return self.model.rstrip("/").rsplit("/", 1)[-1]
 
 
+class Quality(BaseModel, frozen=True, extra="forbid"):
+    """What an arm makes of a trace's recorded answers, played once more after a measurement."""
+
+    calls_right: int = 0  # recorded calls whose every token is the arm's own best
+    calls: int = 0
+    events: int = 0  # evictions in those sessions
+    seconds: float = 0.0  # that it took, beside the measured time
+    reason: str = ""  # why it was not measured
+
+    @property
+    def exact(self) -> float | None:
+        return self.calls_right / self.calls if self.calls and not self.reason else None
+
+
 class LoadMeasurement(BaseModel, frozen=True, extra="forbid"):
     """One repetition of an arm at a shape and load; files are like those of `vllm bench serve`."""
 
@@ -129,6 +143,7 @@ class LoadMeasurement(BaseModel, frozen=True, extra="forbid"):
     errors: dict[str, int] = Field(default_factory=dict)  # what failed requests said, how often
     warmup_errors: int = 0
     server: dict[str, Any] = Field(default_factory=dict)  # what the engine says of itself
+    quality: Quality | None = None  # of the arm, in one of its measurements
     requests: list[dict[str, Any]] | None = None
 
     @property

@@ -19,6 +19,7 @@ from agentbench_kv.results.stats import REPETITIONS, Median, median
 from agentbench_kv.results.tables.model import Cell, Column, Kind, Row, Table, Unit, slug
 from agentbench_kv.serving_bench.measurements import (
     LoadMeasurement,
+    Quality,
     ServingArm,
     ServingFolder,
     ServingPlan,
@@ -35,6 +36,7 @@ GOODPUT = "request_goodput"
 _KV = ("median_peak_bytes", "median_peak_live", "median_logical", "mean_decode_kv", "events")
 _PUBLISHED_RATIO = "best_output_tok_s_ratio_vs_full"
 _SPEED_COLUMN = Column("output tok/s", Unit.RATE)
+_EXACT = Column("exact calls %", Unit.SHARE)
 # What agents notice comes first.
 _FIRST_COLUMNS = {
     "session_goodput": Column("good sessions/s", Unit.PER_SECOND),
@@ -76,6 +78,7 @@ class ArmFigures(BaseModel, frozen=True):
     ratios: dict[str, Median]  # output tokens/s over another arm's in the same repetition; by arm
     kv: dict[str, float]  # empty without accounting
     reasons: list[str]  # why it may not be ranked
+    quality: Quality | None = None  # the arm's, at whatever load it was measured
 
 
 class BestLoad(BaseModel, frozen=True):
@@ -105,20 +108,24 @@ def summarize_serving(plan: ServingPlan, measured: Sequence[LoadMeasurement]) ->
     groups: dict[tuple[str, str, str], list[LoadMeasurement]] = defaultdict(list)
     for each in measured:
         groups[each.shape, each.load, each.arm].append(each)
+    quality = {each.arm: each.quality for each in measured if each.quality is not None}
     cells, best = [], []
     for shape in plan.shapes:
         made = []
         for load, arm in product(plan.loads, plan.arms):
             if runs := groups.get((shape, load, arm.name)):
                 bases = {base: groups.get((shape, load, base), []) for base in BASES}
-                made.append(_arm_figures(arm, runs, bases))
+                made.append(_arm_figures(arm, runs, bases, quality.get(arm.name)))
         cells += made
         best += _best(made, groups, GOODPUT if plan.goodput else SPEED)
     return ServingSummary(plan=plan, cells=cells, best=best)
 
 
 def _arm_figures(
-    arm: ServingArm, runs: Sequence[LoadMeasurement], bases: Mapping[str, Sequence[LoadMeasurement]]
+    arm: ServingArm,
+    runs: Sequence[LoadMeasurement],
+    bases: Mapping[str, Sequence[LoadMeasurement]],
+    quality: Quality | None,
 ) -> ArmFigures:
     # A figure that some repetition lacks (nothing completed) has no median over repetitions.
     names = [name for name in runs[0].figures if all(name in run.figures for run in runs)]
@@ -133,6 +140,7 @@ def _arm_figures(
         ratios=_ratios(arm.name, runs, bases),
         kv=kv,
         reasons=_reasons(arm, runs),
+        quality=quality,
     )
 
 
@@ -245,7 +253,8 @@ def _loads_table(plan: ServingPlan, shape: str, cells: Sequence[ArmFigures]) -> 
     of_kv = _KV_COLUMNS if any(cell.kv for cell in cells) else {}
     first, later = _known(_FIRST_COLUMNS, cells), _known(_FIGURE_COLUMNS, cells)
     titles = (Column("load"), Column("arm"), Column("repeats", Unit.NUMBER), *first.values())
-    columns = (*titles, _SPEED_COLUMN, *bases.values(), *later.values(), *of_kv.values())
+    judged = [_EXACT] * any(cell.quality for cell in cells)
+    columns = (*titles, _SPEED_COLUMN, *bases.values(), *judged, *later.values(), *of_kv.values())
     rows = []
     for cell in cells:
         row = (
@@ -255,6 +264,7 @@ def _loads_table(plan: ServingPlan, shape: str, cells: Sequence[ArmFigures]) -> 
             *(_median_cell(cell.figures.get(name)) for name in first),
             _median_cell(cell.figures.get(SPEED)),
             *(_median_cell(cell.ratios.get(base)) for base in bases),
+            *[_exact_cell(cell)] * len(judged),
             *(
                 Cell(figure.point) if (figure := cell.figures.get(name)) else Cell()
                 for name in later
@@ -263,6 +273,13 @@ def _loads_table(plan: ServingPlan, shape: str, cells: Sequence[ArmFigures]) -> 
         )
         rows.append(Row(row, "; ".join(cell.reasons) or None))
     return _table(plan, shape, "under load", columns, rows, _notes(plan, cells))
+
+
+def _exact_cell(cell: ArmFigures) -> Cell:
+    found = cell.quality
+    if found is None or found.exact is None:
+        return Cell(text="not measured")
+    return Cell(found.exact)
 
 
 def _kv_cell(cell: ArmFigures, name: str) -> Cell:
@@ -356,6 +373,7 @@ def _notes(plan: ServingPlan, cells: Sequence[ArmFigures]) -> list[str]:
     if plan.trace is not None:
         scale = f"; its gaps and clock x {plan.time_scale:g}" * (plan.time_scale != 1)
         notes += [plan.trace.sentence + scale, *plan.trace.notes]
+        notes += _quality_notes(cells)
     if any(cell.kv for cell in cells):
         notes.append(
             "peak live MB: keys and values over all layers and heads; peak live, decode KV, "
@@ -371,6 +389,25 @@ def _notes(plan: ServingPlan, cells: Sequence[ArmFigures]) -> list[str]:
     if plan.weights == "unknown":
         notes.append("servers were given by URL: what they run is what their arms are called")
     return notes
+
+
+def _quality_notes(cells: Sequence[ArmFigures]) -> list[str]:
+    """Say what exact calls are, and why there are none."""
+    found = {cell.arm: cell.quality for cell in cells if cell.quality is not None}
+    if not found:
+        return ["exact calls: not measured, as no recorded answers came with the trace"]
+    reasons: dict[str, list[str]] = {}
+    for arm, quality in found.items():
+        if quality.reason:
+            reasons.setdefault(quality.reason, []).append(arm)
+    seconds = sum(quality.seconds for quality in found.values())
+    calls = max(quality.calls for quality in found.values())
+    return [
+        f"exact calls: of {calls:,} recorded calls those whose every token is the arm's own best "
+        f"(fidelity's calls_exact; full's share is calls_exact_full); answers given, played once "
+        f"an arm after a measurement, in {seconds:.1f} s beside the measured time",
+        *(f"exact calls of {', '.join(arms)}: not measured: {r}" for r, arms in reasons.items()),
+    ]
 
 
 def _table(

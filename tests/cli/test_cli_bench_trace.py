@@ -72,6 +72,65 @@ def test_a_trace_is_played_on_its_schedule_end_to_end(kvbench, tmp_path: Path) -
     first = [name.strip() for name in heading.split("|")[4:8]]
     assert first == ["good sessions/s", "good requests/s", "TTFT turns 2+ ms", "p99"]
     assert "its gaps and clock x 0.1" in shown.stdout
+    assert "exact calls: not measured, as no recorded answers came with the trace" in shown.stdout
+    assert "exact calls %" not in shown.stdout
+
+
+def recorded(number: int, tool: bool) -> dict[str, object]:
+    """A recorded session of two calls of a tool, or of plain answers."""
+    function = {"name": "get_order", "arguments": json.dumps({"order": f"A{number}"})}
+    call = {"id": "c", "type": "function", "function": function}
+    said = {"content": "", "tool_calls": [call]} if tool else {"content": "I cannot say."}
+    answer = {"role": "assistant", **said}
+    back = (
+        {"role": "tool", "tool_call_id": "c", "content": '{"price": 17}'}
+        if tool
+        else {"role": "user", "content": "Why?"}
+    )
+    head = [{"role": "system", "content": "You help."}, {"role": "user", "content": "My order?"}]
+    properties = {"order": {"type": "string"}}
+    schema = {"name": "get_order", "parameters": {"type": "object", "properties": properties}}
+    messages = [*head, answer, back, answer, back, {"role": "assistant", "content": "Done."}]
+    return {
+        "id": f"s{number}",
+        "messages": messages,
+        "tools": [{"type": "function", "function": schema}],
+    }
+
+
+def test_recorded_answers_give_exact_calls_beside_speed(kvbench, tmp_path: Path) -> None:
+    wrote(tmp_path / "t.jsonl", [recorded(number, True) for number in range(2)])
+    done = kvbench(*SMALL, "--repeats", "2", "--concurrency", "2", "--json")
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    for cell in document["cells"]:
+        assert cell["quality"]["calls"] == 4
+        assert cell["quality"]["reason"] == ""
+        assert cell["quality"]["seconds"] > 0
+        assert bool(cell["quality"]["events"]) == (cell["arm"] == "agentkv 32")
+        # What was replayed is no part of what was measured.
+        assert cell["figures"]["total_output_tokens"]["n"] == 2
+    files = sorted((tmp_path / document["path"]).glob("rep*.json"))
+    kept = [path.name for path in files if "quality" in json.loads(path.read_text())]
+    assert len(kept) == 3
+    assert all(name.startswith("rep01") for name in kept)
+    shown = kvbench("report", "runs", "--format", "markdown").stdout
+    assert "exact calls %" in shown
+    assert "of 4 recorded calls those whose every token is the arm's own best" in shown
+    again = kvbench(*SMALL, "--repeats", "2", "--concurrency", "2", "--json")
+    assert json.loads(again.stdout)["cells"] == document["cells"]
+
+
+def test_exact_calls_are_not_measured_without_calls_or_answers(kvbench, tmp_path: Path) -> None:
+    wrote(tmp_path / "t.jsonl", [recorded(number, False) for number in range(2)])
+    done = kvbench(*SMALL, "--concurrency", "2", "--method", "agentkv", "--json")
+    assert done.returncode == 0, done.stderr
+    for cell in json.loads(done.stdout)["cells"]:
+        assert (cell["quality"]["calls"], cell["quality"]["calls_right"]) == (0, 0)
+        assert cell["quality"]["reason"] == "no recorded answer calls a tool"
+    shown = kvbench("report", "runs", "--format", "markdown").stdout
+    assert "not measured: no recorded answer calls a tool" in shown
+    assert "| not measured |" in shown
 
 
 def test_a_generated_trace_is_written_and_described(kvbench, tmp_path: Path) -> None:

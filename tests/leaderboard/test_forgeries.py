@@ -116,6 +116,11 @@ def peak_lowered(f: Any, _: Any) -> None:
     f.trials(lambda row: row["kv"].update(peak_live=int(row["kv"]["peak_live"] * 0.3)))
 
 
+def peak_bytes_lowered(f: Any, _: Any) -> None:
+    """Take less memory than the tokens that are held; all sessions by as much."""
+    f.trials(lambda row: row["kv"].update(peak_bytes=row["kv"]["peak_bytes"] // 2))
+
+
 def every_live_count_lowered(f: Any, _: Any) -> None:
     """Lower what every file says was held, so that all of it agrees."""
 
@@ -379,6 +384,7 @@ FORGERIES: list[tuple[Forgery, str]] = [
     (data_hash_swapped, "provenance.task.episodes_sha: is"),
     (model_hash_swapped, "provenance.model_sha: is"),
     (peak_lowered, "kv.peak_live is"),
+    (peak_bytes_lowered, "kv.peak_bytes: is"),
     (every_live_count_lowered, "live_after: is"),
     (peak_one_of_a_billion, "kv.peak_live is 1"),
     (smaller_budget_with_an_invented_prefill, "kv.longest_prefill: is 5000"),

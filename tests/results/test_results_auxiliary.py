@@ -116,7 +116,7 @@ def test_the_site_has_them_where_a_run_has_any(asking, plain, tmp_path):
         pages = {page.stem: page.read_text("utf-8") for page in site.glob("runs/*.html")}
         assert ("Auxiliary tokens" in "".join(pages.values())) == some
     head = task[task.index("<thead>", task.index('id="runs"')) :]
-    assert "Achieved KV" in head
+    assert "Live / logical" in head
 
 
 def test_achieved_kv_above_1_is_a_place_on_the_site(make_trial, tmp_path):

@@ -108,7 +108,7 @@ def test_the_list_of_runs_is_searched(open_page):
 def test_a_permalink_restores_search_and_order(open_page):
     page = open_page(TASK)
     page.get_by_label("Search").fill("snapkv")
-    page.get_by_role("button", name="Achieved KV").click()
+    page.get_by_role("button", name="Live / logical").click()
     other = open_page(TASK, page.evaluate("location.hash"))
     assert other.get_by_label("Search").input_value() == "snapkv"
     assert column(other, "kept") == column(page, "kept") == ["0.58", "0.38"]

@@ -69,9 +69,9 @@ class BlockEngine(Engine):
     def generate(self, session: str, sampling: Sampling) -> Generation:
         return _PiecewiseGeneration(self.below, session, self._managed[session], sampling)
 
-    def force(self, session: str, tokens: Sequence[int]) -> Generation:
-        asked = Sampling(max_tokens=len(tokens))
-        return _PiecewiseGeneration(self.below, session, self._managed[session], asked, tokens)
+    def force(self, session: str, tokens: Sequence[int], *, predict: bool = False) -> Generation:
+        asked, managed = Sampling(max_tokens=len(tokens)), self._managed[session]
+        return _PiecewiseGeneration(self.below, session, managed, asked, tokens, predict)
 
     def stats(self, session: str) -> KVStats:
         return self._with_figures(self.below.stats(session), self._managed[session].figures())
@@ -144,12 +144,14 @@ class _PiecewiseGeneration(Generation):
     _managed: SpanSession
     _sampling: Sampling
     _given: Sequence[int] = ()  # tokens to be forced; none to decode
+    _predict: bool = False
 
     def __post_init__(self) -> None:
         self._piece: Generation | None = None
         self._cancelled = False
         self._started = time.perf_counter()
         self.logprobs: list[TokenLogprob] = []
+        self.best: list[int] = []
 
     def __iter__(self) -> Iterator[int]:
         generated: list[int] = []
@@ -187,6 +189,7 @@ class _PiecewiseGeneration(Generation):
             generated.append(token)
             self.logprobs += piece.logprobs[place : place + 1]
             yield token
+        self.best += piece.best
         self.finish_reason = piece.finish_reason
         if piece.first_token_s is not None and piece.last_token_s is not None:
             if self.first_token_s is None:
@@ -196,4 +199,6 @@ class _PiecewiseGeneration(Generation):
     def _start(self, sampling: Sampling, done: int) -> Generation:
         if not self._given:
             return self._engine.generate(self._session, sampling)
-        return self._engine.force(self._session, self._given[done : done + sampling.max_tokens])
+        part = self._given[done : done + sampling.max_tokens]
+        asked = {"predict": True} if self._predict else {}
+        return self._engine.force(self._session, part, **asked)

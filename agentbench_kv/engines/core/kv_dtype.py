@@ -59,6 +59,11 @@ class KVDtype:
         return rows // self.residual * self.residual, max(0, rows - self.residual)
 
 
+# What llama.cpp stores itself, in blocks of so many values with a float16 scale: bytes of one.
+BLOCK = 32
+BLOCKS = {"q8_0": 34, "q4_0": 18}
+
+
 KV_DTYPES = {
     each.name: each
     for each in (

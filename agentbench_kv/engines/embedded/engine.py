@@ -194,13 +194,13 @@ class EmbeddedEngine(Engine):
     def generate(self, session: str, sampling: Sampling) -> Generation:
         return self._start(session, sampling)
 
-    def force(self, session: str, tokens: Sequence[int]) -> Generation:
+    def force(self, session: str, tokens: Sequence[int], *, predict: bool = False) -> Generation:
         if not tokens:
             raise UsageError(f"session {session}: no tokens to force")
         self._check_ids(session, tokens)
         state = self._scheduler.get(session)
         self._check_length(session, state.positions_taken + state.logical + len(tokens) - 1)
-        return self._start(session, Sampling(max_tokens=len(tokens)), tokens)
+        return self._start(session, Sampling(max_tokens=len(tokens)), tokens, predict=predict)
 
     def fork(self, session: str, new: str, labeller: PhaseLabeller) -> None:
         """Open a session that goes on from where another one is.
@@ -271,12 +271,19 @@ class EmbeddedEngine(Engine):
         if state.broken is not None:
             raise KVBenchError(f"session {state.name} broke earlier: {state.broken}")
 
-    def _start(self, session: str, sampling: Sampling, given: Sequence[int] = ()) -> Generation:
+    def _start(
+        self,
+        session: str,
+        sampling: Sampling,
+        given: Sequence[int] = (),
+        *,
+        predict: bool = False,
+    ) -> Generation:
         state = self._scheduler.get(session)
         self._check_whole(state)
         if not state.pending:
             raise KVBenchError(f"session {session} has no tokens to start from")
-        generation = EmbeddedGeneration(state, sampling, given)
+        generation = EmbeddedGeneration(state, sampling, given, predict)
         self._scheduler.submit(generation)
         return generation
 

@@ -47,7 +47,11 @@ class EmbeddedGeneration(StreamedGeneration):
     """A generation that the scheduler thread feeds; that thread waits for no reader."""
 
     def __init__(
-        self, session: EmbeddedSession, sampling: Sampling, given: Sequence[int] = ()
+        self,
+        session: EmbeddedSession,
+        sampling: Sampling,
+        given: Sequence[int] = (),
+        predict: bool = False,  # whether to say what would have been drawn instead
     ) -> None:
         super().__init__(sampling)
         self.session = session
@@ -55,6 +59,12 @@ class EmbeddedGeneration(StreamedGeneration):
         self.logprobs = self.sampler.logprobs
         self.given = deque(given)  # tokens to be taken as drawn, one after the other
         self.stretch: list[int] = []  # those of them that the next forward is fed besides
+        self.predict = predict
+        self.best: list[int] = []
+
+    def rows_wanted(self, end: int) -> range:
+        """Return the rows whose predictions are asked for, of those that end before `end`."""
+        return range(end - 1 - len(self.stretch) * self.predict, end)
 
 
 @dataclass(frozen=True)
@@ -362,16 +372,22 @@ class EmbeddedScheduler:
         packed = pack(sessions, pools.queries, places, self._recorder, on_write(pools.kv_dtype))
         ends = list(accumulate(packed.rows))
         ready = [not session.pending for session in packed.sessions]
-        logits = run_network(self._model, packed, [end - 1 for end in compress(ends, ready)])
+        generations = [by_session[id(session)] for session in packed.sessions]
+        chosen = list(compress(generations, ready))
+        wanted = [g.rows_wanted(e) for g, e in zip(chosen, compress(ends, ready), strict=True)]
+        logits = run_network(self._model, packed, [row for rows in wanted for row in rows])
         highest, best = logits.max(-1)
         # Waits for the device, once a forward; before that nothing says that it went well.
         values, ids = torch.stack([highest.double(), best.double()]).tolist()
-        generations = [by_session[id(session)] for session in packed.sessions]
         for generation, rows in zip(generations, packed.rows, strict=True):
             with self._isolated(generation):
                 generation.session.fed_rows(rows)
-        chosen = compress(generations, ready)
-        found = [Predicted(*row) for row in zip(chosen, logits, ids, values, strict=True)]
+        found, last = [], -1
+        for generation, own in zip(chosen, wanted, strict=True):
+            last += len(own)
+            if generation.predict:
+                generation.best += map(int, ids[last + 1 - len(own) : last + 1])
+            found.append(Predicted(generation, logits[last], ids[last], values[last]))
         return [each for each in found if each.generation.session.broken is None]
 
     def _advance(self, predicted: Predicted) -> None:

@@ -22,8 +22,9 @@ from agentbench_kv.engines.base import (
     PhaseLabeller,
     Sampling,
 )
+from agentbench_kv.engines.core.kv_dtype import BLOCK
 from agentbench_kv.engines.embedded.model import free_tokens
-from agentbench_kv.engines.llamacpp.models import ROW_TYPES, resolve_model
+from agentbench_kv.engines.llamacpp.models import KV_ROW_TYPES, ROW_TYPES, resolve_model
 from agentbench_kv.engines.llamacpp.server.app import SETTINGS, Settings
 from agentbench_kv.engines.serving.engine import (
     ServingEngine,
@@ -73,7 +74,7 @@ class LlamaCppWire(EngineWire):
         options, cells = self.options, self.cells
         settings = Settings(
             *(str(self.file), str(self._stream), options.dtype, cells, options.concurrency),
-            options.context_limit,
+            *(options.context_limit, options.kv_dtype),
         )
         environment = self._environment("", {}) | process_env.settings()
         environment |= {SETTINGS: json.dumps(asdict(settings))}
@@ -91,8 +92,10 @@ class LlamaCppWire(EngineWire):
             with connection.makefile("rb") as lines:
                 connection.sendall(json.dumps(document).encode() + b"\n")
                 request.on_cancel(partial(_hang_up, connection))
-                while (token := _answer(lines.readline())) is not None:
-                    yield token
+                while (answer := _answer(lines.readline())) is not None:
+                    if request.best is not None:
+                        request.best.append(int(answer["best"]))
+                    yield int(answer["token"])
                     if document["stepwise"]:
                         connection.sendall(b"\n")
 
@@ -112,6 +115,7 @@ def _document(request: GenerationRequest) -> dict[str, Any]:
         "tokens": list(request.tokens[request.known :]),
         "known": request.known,
         "given": list(request.given),
+        "predict": request.best is not None,
         "stop": stop,
         "stepwise": sampling.stop is not None and stop is None,
         "sampling": {
@@ -122,8 +126,8 @@ def _document(request: GenerationRequest) -> dict[str, Any]:
     }
 
 
-def _answer(line: bytes) -> int | None:
-    """Return a token, or None at the end of the stream."""
+def _answer(line: bytes) -> dict[str, int] | None:
+    """Return a token, with the model's own best if that was asked for; None at the end."""
     if not line.endswith(b"\n"):
         raise ConnectionResetError("the backend hung up")
     document = json.loads(line)
@@ -133,7 +137,7 @@ def _answer(line: bytes) -> int | None:
             raise CapacityError(error["message"])
         refused = error["kind"] == "KVBenchError"
         raise RequestError(f"{error['kind']}: {error['message']}", refused=refused)
-    return int(document["token"]) if "token" in document else None
+    return document if "token" in document else None
 
 
 def _cells(options: EngineOptions) -> int | None:
@@ -156,6 +160,7 @@ class LlamaCppEngine(ServingEngine):
         SPAN_CAPABILITIES | {Capability.FORCE, Capability.FORK} | ServingEngine.capabilities
     )
     takes_arguments: ClassVar[bool] = True  # `cells`
+    kv_dtypes: ClassVar[tuple[str, ...]] = tuple(KV_ROW_TYPES)
     # Every session's attention goes over the cells of all.
     at_once: ClassVar[int] = 1
 
@@ -164,6 +169,7 @@ class LlamaCppEngine(ServingEngine):
     @classmethod
     def create(cls, options: EngineOptions) -> Self:
         refuse_method(options.method)
+        cls.check_kv_dtype(options)
         cls.check_compute(options.dtype, options.device)
         python = python_of("llamacpp")
         model = resolve_model(options.model, python, options.context_limit)
@@ -172,7 +178,7 @@ class LlamaCppEngine(ServingEngine):
             *(shape.architecture, shape.layers, shape.query_heads, shape.kv_heads, shape.head_dim),
             *(shape.context_limit, shape.eos_token_ids),
         )
-        size = shape.bytes_per_token(options.dtype)
+        size = facts.bytes_per_token(options.kv_dtype or options.dtype)
         cells = _cells(options) or min(free_tokens(size, SMALLEST_CELLS), MOST_CELLS)
         wire = LlamaCppWire(
             *(options, facts, python, model.tokenizer, folder, False, False),
@@ -188,7 +194,22 @@ class LlamaCppEngine(ServingEngine):
     def check_options(cls, options: EngineOptions) -> None:
         refuse_method(options.method)
         _cells(options)
-        resolve_model(options.model, python_of("llamacpp"), options.context_limit)
+        cls.check_kv_dtype(options)
+        model = resolve_model(options.model, python_of("llamacpp"), options.context_limit)
+        if options.kv_dtype and (size := model.shape.head_dim) % BLOCK:
+            raise UsageError(
+                f"--kv-dtype {options.kv_dtype}: llama.cpp quantises blocks of {BLOCK} values, and "
+                f"heads of this model have {size}; leave it out"
+            )
+
+    @classmethod
+    def check_kv_dtype(cls, options: EngineOptions) -> None:
+        super().check_kv_dtype(options)
+        if options.kv_dtype and options.method.name != "full":
+            raise UsageError(
+                f"--kv-dtype {options.kv_dtype}: llama.cpp's own, rows in quantised blocks, which "
+                f"{options.method.label} can neither score nor move; use --method full"
+            )
 
     @classmethod
     def check_compute(cls, dtype: str, device: str) -> None:
@@ -199,7 +220,7 @@ class LlamaCppEngine(ServingEngine):
         if device not in ("auto", "cpu"):
             raise UsageError(f"device {device!r}: the llamacpp engine is built for the CPU")
 
-    def force(self, session: str, tokens: Sequence[int]) -> Generation:
+    def force(self, session: str, tokens: Sequence[int], *, predict: bool = False) -> Generation:
         if not tokens:
             raise UsageError(f"session {session}: no tokens to force")
         vocabulary = self._wire.vocabulary
@@ -209,7 +230,7 @@ class LlamaCppEngine(ServingEngine):
                 f"{vocabulary}, numbered from 0"
             )
         self._check_length(session, len(self._sessions[session].tokens) + len(tokens) - 1)
-        return self._begin(session, Sampling(max_tokens=len(tokens)), tokens)
+        return self._begin(session, Sampling(max_tokens=len(tokens)), tokens, predict=predict)
 
     def fork(self, session: str, new: str, labeller: PhaseLabeller) -> None:
         """Open a session that goes on from where another one is.

@@ -31,6 +31,7 @@ from agentbench_kv.environments import home
 from agentbench_kv.errors import KVBenchError, UsageError
 
 ROW_TYPES = {"float32": 0, "float16": 1}  # of cached rows, with ggml's number
+KV_ROW_TYPES = {"q8_0": 8, "q4_0": 2}  # those that nobody but llama.cpp reads
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,7 @@ from agentbench_kv.engines.serving.wire import (
 from agentbench_kv.environments import home, python_of
 from agentbench_kv.errors import EngineGoneError, KVBenchError, PrerequisiteError, UsageError
 from agentbench_kv.methods.base import Method, Phase
+from agentbench_kv.methods.full import Full
 from agentbench_kv.methods.spans import TurnNotes
 from agentbench_kv.phases.machine import add_run, resumable
 
@@ -131,13 +132,21 @@ class ServingEngine(Engine):
     def generate(self, session: str, sampling: Sampling) -> Generation:
         return self._begin(session, sampling)
 
-    def _begin(self, session: str, sampling: Sampling, given: Sequence[int] = ()) -> Generation:
+    def _begin(
+        self,
+        session: str,
+        sampling: Sampling,
+        given: Sequence[int] = (),
+        *,
+        predict: bool = False,
+    ) -> Generation:
         """Start a generation; one whose tokens are given takes them as if they had been drawn."""
         state = self._sessions[session]
         if not state.tokens:
             raise KVBenchError(f"session {session} has no tokens to start from")
         state.opening = state.opening or len(state.tokens)
-        state.generation = ServingGeneration(sampling, partial(self._play, state), given)
+        best: list[int] | None = [] if predict else None
+        state.generation = ServingGeneration(sampling, partial(self._play, state), given, best)
         return state.generation
 
     def _fork(self, session: str, new: str, labeller: PhaseLabeller) -> bool:
@@ -301,6 +310,7 @@ class ServingEngine(Engine):
             *(state.backend_name, state.prompt(), tuple(state.tokens), state.known, sampling, left),
             on_cancel=generation.on_cancel,
             given=generation.given[generation.produced :],
+            best=generation.predicted,
         )
         state.known = len(state.tokens)
         if not self._wire.stock:
@@ -427,6 +437,29 @@ def refuse_quantised(argument: str, options: EngineOptions) -> None:
             f"--kv-dtype {options.kv_dtype}: the plug-in of {options.method.label} reads cached "
             "rows, and cannot at lower precision; use --method full, or --engine embedded, which "
             "simulates it"
+        )
+
+
+def offload_gb(method: Method) -> int:
+    """Return the GB of host memory that a method asks for, to which rows may leave the GPU."""
+    return method.offload if isinstance(method, Full) else 0
+
+
+def refuse_offload(
+    engine: str, arguments: Sequence[str], options: EngineOptions, gpu: bool
+) -> None:
+    """Refuse rows that leave a GPU where there is none, and two ways of asking for them."""
+    if not offload_gb(options.method):
+        return
+    if given := [name for name in options.engine_args if name in arguments]:
+        raise UsageError(
+            f"--engine-arg {given[0]}: --method {options.method.label} says the same; "
+            "--set offload=GB is its size"
+        )
+    if not gpu:
+        raise UsageError(
+            f"--method {options.method.label}: {engine} moves cached rows between a GPU and this "
+            "machine's memory, and runs on the CPU here; use --device cuda where there is a GPU"
         )
 
 

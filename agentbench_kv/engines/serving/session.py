@@ -26,8 +26,11 @@ class ServingGeneration(StreamedGeneration):
         sampling: Sampling,
         play: Callable[[ServingGeneration], FinishReason],
         given: Sequence[int] = (),
+        predicted: list[int] | None = None,
     ) -> None:
         super().__init__(sampling, ahead=_AHEAD)
+        self.predicted = predicted  # where the wire puts what would have been drawn, if asked to
+        self.best = () if predicted is None else predicted
         self.given = given  # tokens to be taken as drawn; none: the backend draws
         self.running = True  # the backend may still change the session
         self._play = play

@@ -19,7 +19,7 @@ import httpx
 from agentbench_kv.accounting import LayerReach
 from agentbench_kv.engines.base import EngineOptions, Sampling
 from agentbench_kv.engines.core.host import ALLOW_UNTESTED
-from agentbench_kv.engines.core.kv_dtype import KV_DTYPES
+from agentbench_kv.engines.core.kv_dtype import BLOCK, BLOCKS, KV_DTYPES
 from agentbench_kv.engines.core.ledger import WindowBytes
 from agentbench_kv.engines.core.policy import VARIABLE, BackendPolicy
 from agentbench_kv.engines.embedded.model import MOVING_ROPE, end_ids, free_memory, read_document
@@ -104,6 +104,13 @@ class ModelFacts:
         layers = self.layers - self.full_layers
         return WindowBytes(layers * self._layer_bytes(dtype), self.window) if layers else None
 
+    def held_bytes(self, kv_dtype: str, dtype: str) -> Callable[[int], int] | None:
+        """Return what gives the bytes of so many rows where not all take the same."""
+        form = KV_DTYPES.get(kv_dtype)
+        if form is None or not form.residual:
+            return None
+        return form.held(self.full_layers * self.kv_heads, self.head_dim, _BYTES[dtype])
+
     def pool_bytes(self, dtype: str) -> int:
         """Bytes of a token's place in a pool for all layers."""
         return self.layers * self._layer_bytes(dtype)
@@ -116,6 +123,8 @@ class ModelFacts:
         """Return bytes of a token in a layer; `dtype` may be a precision of cached rows."""
         if dtype in _BYTES:
             return 2 * self.kv_heads * self.head_dim * _BYTES[dtype]
+        if dtype in BLOCKS:
+            return 2 * self.kv_heads * self.head_dim // BLOCK * BLOCKS[dtype]
         return KV_DTYPES[dtype.partition("_")[0]].row_bytes(self.kv_heads, self.head_dim)
 
 
@@ -266,6 +275,7 @@ class GenerationRequest:
     # A wire that can end a generation before its next token says here how.
     on_cancel: Callable[[Callable[[], None]], None]
     given: Sequence[int] = ()  # tokens to be taken as drawn
+    best: list[int] | None = None  # where the wire puts the model's own best in each one's place
     # The wire puts `cached_tokens` here, where a stock engine says how many it had cached.
     usage: dict[str, int] = field(default_factory=dict)
 

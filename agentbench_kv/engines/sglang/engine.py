@@ -20,7 +20,9 @@ from agentbench_kv.engines.serving.engine import (
     ServingEngine,
     check_context,
     check_folder,
+    offload_gb,
     refuse_arguments,
+    refuse_offload,
     refuse_quantised,
     start_server,
 )
@@ -52,6 +54,7 @@ _MEMORY = (
     "mem-fraction-static"
 )
 _PLUGIN = "agentbench_kv.engines.sglang.plugin"
+_OFFLOAD = ("enable-hierarchical-cache", "hicache-size", "hicache-ratio")
 _HOST = "127.0.0.1"
 _PORTS = range(20_000, 30_000)
 _POLL_S = 0.005
@@ -84,6 +87,9 @@ def flags(
     }
     if options.kv_dtype:
         arguments["kv-cache-dtype"] = options.kv_dtype
+    if size := offload_gb(options.method):
+        # Its pool there must have room for more than the GPU's.
+        arguments |= {"enable-hierarchical-cache": None, "hicache-size": str(size)}
     tokens = options.max_live_tokens
     if tokens is None and room is not None:
         tokens = room.tokens
@@ -311,7 +317,8 @@ class SglangEngine(ServingEngine):
     """
 
     capabilities: ClassVar[frozenset[Capability]] = (
-        frozenset({Capability.EVICT_SPANS, Capability.FORK}) | ServingEngine.capabilities
+        frozenset({Capability.EVICT_SPANS, Capability.FORK, Capability.OFFLOAD})
+        | ServingEngine.capabilities
     )
     takes_arguments: ClassVar[bool] = True
     kv_dtypes: ClassVar[tuple[str, ...]] = ("fp8_e4m3", "fp8_e5m2")
@@ -345,6 +352,7 @@ class SglangEngine(ServingEngine):
         refuse_arguments("sglang", options, ("dp", "pp", "tp"))
         cls.check_kv_dtype(options)
         refuse_quantised("kv-cache-dtype", options)
+        refuse_offload("SGLang", _OFFLOAD, options, gpu)
         check_folder("sglang", options, lambda facts: _unsupported(facts, options, gpu=gpu))
 
     def close(self, session: str) -> KVStats:

@@ -14,13 +14,15 @@ from typing import Any, ClassVar, Self
 
 import httpx
 
-from agentbench_kv.engines.base import EngineOptions
+from agentbench_kv.engines.base import Capability, EngineOptions
 from agentbench_kv.engines.embedded.model import check_dtype
 from agentbench_kv.engines.serving.engine import (
     ServingEngine,
     check_context,
     check_folder,
+    offload_gb,
     refuse_arguments,
+    refuse_offload,
     refuse_quantised,
     start_server,
 )
@@ -160,6 +162,11 @@ class VllmEngineWire(EngineWire):
         }
         if options.kv_dtype:
             arguments["kv-cache-dtype"] = _KV_DTYPES[options.kv_dtype]
+        if size := offload_gb(options.method):
+            arguments |= {
+                "kv-offloading-size": f"{size * 1e9 / 2**30:.4f}",  # GiB, over all ranks
+                "kv-offloading-backend": "native",
+            }
         arguments |= self._memory()
         if not self.gpu:
             arguments["enforce-eager"] = None
@@ -242,6 +249,7 @@ def on_gpu(device: str) -> bool:
     return torch.cuda.is_available()
 
 
+_OFFLOAD = ("kv-offloading-size", "kv-offloading-backend", "kv-transfer-config")
 # What `--kv-dtype` is called on its command line; per token and head in its Triton backend alone.
 _KV_DTYPES = {
     "fp8": "fp8",
@@ -259,6 +267,9 @@ class VllmEngine(ServingEngine):
     method, `full-constrained` among them, runs with the plug-in and both off.
     """
 
+    capabilities: ClassVar[frozenset[Capability]] = (
+        frozenset({Capability.OFFLOAD}) | ServingEngine.capabilities
+    )
     takes_arguments: ClassVar[bool] = True
     kv_dtypes: ClassVar[tuple[str, ...]] = tuple(_KV_DTYPES)
 
@@ -283,6 +294,7 @@ class VllmEngine(ServingEngine):
         refuse_arguments("vllm", options, ("dp", "pp"))
         cls.check_kv_dtype(options)
         refuse_quantised("kv-cache-dtype", options)
+        refuse_offload("vLLM", _OFFLOAD, options, gpu)
         check_folder("vllm", options, lambda facts: _unsupported(facts, options, gpu=gpu))
 
 

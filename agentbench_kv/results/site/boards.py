@@ -15,7 +15,8 @@ from agentbench_kv.results.gate import describe, repeats
 from agentbench_kv.results.ranking import Board, Entry, Rank, boards, rank
 from agentbench_kv.results.runs import Run, RunGroup, Setting, asked_once, budget_order
 from agentbench_kv.results.site import charts
-from agentbench_kv.results.site.charts import NOTHING, kept, percent, visible
+from agentbench_kv.results.site.charts import NOTHING, percent, visible
+from agentbench_kv.results.site.memory import Held, held
 from agentbench_kv.results.stats import Interval, Median
 from agentbench_kv.results.tables.fidelity import distance_tables
 from agentbench_kv.results.tables.model import Table
@@ -80,14 +81,16 @@ def by_tier(board: Board) -> list[Contest]:
     """Return a contest for each tier of achieved KV, ranked together."""
     # A method competes with its largest budget in a tier, which says nothing of the score.
     tiers: dict[int, dict[str, list[Entry]]] = {}
+    shares = {id(entry): held(board, entry).share for entry in board.entries}
     for entry in board.entries:
-        share = kept(entry)
-        if entry.group.compressed and share is not None:
-            methods = tiers.setdefault(bisect_left(TIERS, share), {})
+        share = shares[id(entry)]
+        if entry.group.holds_less and share is not None:
+            # The last digits of two shares that are one must not decide.
+            methods = tiers.setdefault(bisect_left(TIERS, round(share, 9)), {})
             methods.setdefault(entry.group.label, []).append(entry)
 
     def size(entry: Entry) -> tuple[int, float]:
-        return entry.group.first.tokens or 0, kept(entry) or 0.0
+        return entry.group.first.tokens or 0, shares[id(entry)] or 0.0
 
     order = sorted(tiers)
     chosen = [[max(own, key=size) for own in tiers[index].values()] for index in order]
@@ -136,6 +139,7 @@ class BoardView:
     smaller: bool  # whether there is a board of the same setting on more samples
     floor: Interval | None  # what an agent that does nothing scores on the same samples
     styles: Mapping[str, str]  # colour class of each method, the same on every page
+    ends: tuple[float, float] | None  # least and most bytes of a session on the task's boards
 
     @cached_property
     def budgets(self) -> list[Contest]:
@@ -158,9 +162,24 @@ class BoardView:
     def chart(self) -> charts.Chart | None:
         return charts.by_budget(self.board, self.floor, self.styles)
 
+    @cached_property
+    def memory(self) -> dict[int, Held]:
+        """What each entry holds, by its `id`."""
+        return {id(entry): held(self.board, entry) for entry in self.board.entries}
+
+    def held(self, entry: Entry) -> Held:
+        return self.memory[id(entry)]
+
     @property
-    def kept_chart(self) -> charts.Chart | None:
-        return charts.by_kept(self.board, self.floor, self.styles)
+    def unsized(self) -> list[str]:
+        """Names of the entries that no axis of bytes has a place for: their records have none."""
+        return [e.group.name for e in self.board.entries if not self.held(e).bytes]
+
+    @property
+    def memory_chart(self) -> charts.Chart | None:
+        if self.ends is None:
+            return None
+        return charts.by_memory(self.board, self.floor, self.styles, self.memory, self.ends)
 
     @cached_property
     def distance(self) -> list[Table]:
@@ -245,14 +264,20 @@ def views(runs: Sequence[Run]) -> list[BoardView]:
         if run.setting.null and run.valid:
             null.setdefault(run.setting.task, []).append(run)
     every = [each for each in boards(runs) if not each.setting.null]
-    labels = sorted({e.group.label for b in every for e in b.entries if e.group.compressed})
+    labels = sorted({e.group.label for b in every for e in b.entries if e.group.holds_less})
     styles = {label: f"s{number % _COLOURS + 1}" for number, label in enumerate(labels)}
+    sizes: dict[str, list[float]] = {}
+    for board in every:
+        own = (size for e in board.entries if (size := held(board, e).bytes))
+        sizes.setdefault(board.setting.task, []).extend(own)
     found, seen = [], set[tuple[Setting, str]]()
     for board in every:
         key = (board.setting, board.conditions)
         parts = (board.setting.model, board.setting.engine, board.conditions)
         name = " · ".join(visible(part, 120) for part in parts if part)
-        found.append(BoardView(board, name, key in seen, _floor(board, null), styles))
+        sized = sizes[board.setting.task]
+        ends = (min(sized), max(sized)) if sized else None
+        found.append(BoardView(board, name, key in seen, _floor(board, null), styles, ends))
         seen.add(key)
     return found
 

@@ -23,10 +23,11 @@ from agentbench_kv.results.papers import headlines
 from agentbench_kv.results.runs import Problem, Run
 from agentbench_kv.results.site import runpage
 from agentbench_kv.results.site.boards import BoardView, Contest, family, views
-from agentbench_kv.results.site.charts import file_stem, kept, number, percent, visible
+from agentbench_kv.results.site.charts import file_stem, number, percent, spelled, visible
 from agentbench_kv.results.site.tokenline import token_line
 from agentbench_kv.results.submissions import labels, replications, submissions
 from agentbench_kv.results.tables.model import headings, lines
+from agentbench_kv.results.terminal import megabytes
 
 _MARK = '<meta name="generator" content="kvbench '
 _FLOOR = "An agent that does nothing: what the task gives for free."
@@ -197,7 +198,7 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    filters = (visible, percent, number, kept, family, headings, lines)
+    filters = (visible, percent, number, megabytes, spelled, family, headings, lines)
     environment.filters |= {each.__name__: each for each in filters}
     return environment
 

@@ -1,4 +1,4 @@
-"""A board's figures for a page: as text, and as charts of accuracy against budget or achieved KV.
+"""A board's figures for a page: as text, and as charts of accuracy against budget or memory.
 
 Text is clipped, with invisible characters made visible; Jinja escapes it. Charts measure across in
 percent and down in pixels, so that one is as wide as its place and its text keeps its size.
@@ -7,14 +7,17 @@ percent and down in pixels, so that one is as wide as its place and its text kee
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import ceil, floor, log2, log10
+from math import ceil, log2, log10
+from types import MappingProxyType
 
 from agentbench_kv.results.ranking import Board, Entry
+from agentbench_kv.results.site.memory import Held
 from agentbench_kv.results.stats import Interval
-from agentbench_kv.results.terminal import share
+from agentbench_kv.results.terminal import megabytes, share
 
 # Control, bidirectional, zero-width and surrogate characters: they change how others are read.
 _INVISIBLE = re.compile(
@@ -58,14 +61,6 @@ def number(value: float | None) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.3g}"
 
 
-def kept(entry: Entry) -> float | None:
-    """Return the achieved KV, the mean of peak live / logical over the trials that have it."""
-    known = [(run.summary.kv, run.summary.trials) for run in entry.group.runs]
-    shares = [(kv.live_over_logical, trials) for kv, trials in known if kv]
-    trials = sum(count for _, count in shares)
-    return sum(share * count for share, count in shares) / trials if trials else None
-
-
 @dataclass(frozen=True)
 class Dot:
     """A score: place, ends of its interval, and what it says when pointed at."""
@@ -79,7 +74,10 @@ class Dot:
 
 @dataclass(frozen=True)
 class Series:
-    """A method or a level: its dots from left to right, and where its name stands at the right."""
+    """A method or a level: its dots from left to right, and where its name stands at the right.
+
+    A level's last dot is at the right end; one before it is where its own memory is.
+    """
 
     name: str
     style: str
@@ -133,15 +131,43 @@ def _by_budget(
     return _chart(board.full, floor, styles, places, _clear(ticks), _DODGE, scale_of)
 
 
-def by_kept(board: Board, floor: Interval | None, styles: Mapping[str, str]) -> Chart | None:
-    """Draw scores against achieved KV, from 0 to 100%; None without a compressed run."""
+def by_memory(
+    board: Board,
+    floor: Interval | None,
+    styles: Mapping[str, str],
+    memory: Mapping[int, Held],
+    ends: tuple[float, float],
+) -> Chart | None:
+    """Draw scores against the bytes of a session, by `id` of the entries; None without any.
+
+    `ends` are the least and most bytes of the axis, which doubles from left to right: boards of one
+    task share it, so that models can be compared.
+    """
+    least, most = math.floor(log2(ends[0] / 1e6)), ceil(log2(ends[1] / 1e6))
+    most = max(most, least + 1)
+
+    def across(size: float) -> float:
+        return _MARGIN + (100 - 2 * _MARGIN) * (log2(size / 1e6) - least) / (most - least)
+
+    sizes = {key: each.bytes for key, each in memory.items() if each.bytes}
     places = [
-        (entry, 100 * min(share, 1.0))
+        (entry, across(size))
         for entry in board.entries
-        if entry.group.compressed and (share := kept(entry)) is not None
+        if entry.group.holds_less and (size := sizes.get(id(entry)))
     ]
-    ticks = [(float(at), f"{at}%", "") for at in range(0, 101, 25)]
-    return _chart(board.full, floor, styles, places, ticks, 0, _Scale) if places else None
+    if not places:
+        return None
+    ticks = [(across(2.0**power * 1e6), f"{2.0**power:.3g}") for power in range(least, most + 1)]
+    whole = sizes.get(id(board.full))
+    at_full = across(whole) if whole else None
+    said = {key: f"; {spelled(memory[key])}" for key in sizes}
+    return _chart(board.full, floor, styles, places, _clear(ticks), 0, _Scale, said, at_full)
+
+
+def spelled(held: Held) -> str:
+    """Write what a session holds: bytes, then tokens."""
+    tokens = f"{number(held.tokens)} tokens per layer and KV head"
+    return f"{megabytes(held.bytes)} MB a session, {tokens}" if held.bytes else tokens
 
 
 def _chart(
@@ -152,6 +178,8 @@ def _chart(
     x_ticks: Sequence[tuple[float, str, str]],
     dodge: float,
     scale_of: type[_Scale],
+    said: Mapping[int, str] = MappingProxyType({}),
+    at_full: float | None = None,
 ) -> Chart:
     methods: dict[str, list[tuple[Entry, float]]] = {}
     for entry, x in sorted(places, key=lambda place: place[1]):
@@ -163,9 +191,13 @@ def _chart(
     scale = scale_of(max(_HEIGHT, _LINE * (number + 3)), ends)
     drawn = []
     for label, own in sorted(methods.items()):
-        dots = tuple(scale.dot(x, entry.group.name, entry.level) for entry, x in own)
+        dots = tuple(scale.dot(x, e.group.name, e.level, said.get(id(e), "")) for e, x in own)
         drawn.append((visible(label, 60), styles[label], dots))
-    drawn += [(name, name.split()[0], (scale.dot(100.0, name, level),)) for name, level in across]
+    for name, level in across:
+        places_of_it = (at_full, 100.0) if name == "full" and at_full is not None else (100.0,)
+        more = said.get(id(full), "") if name == "full" else ""
+        dots = tuple(scale.dot(x, name, level, more) for x in places_of_it)
+        drawn.append((name, name.split()[0], dots))
     labels = _apart([dots[-1].y for _, _, dots in drawn], scale.height)
     step = min(dodge, _MOST_DODGE / number)
     shifts = [round(step * (index - (number - 1) / 2), 1) for index in range(len(drawn))]
@@ -185,8 +217,8 @@ class _Scale:  # scores from 0 at the bottom up to 100%, or to less if nobody co
     def at(self, share: float) -> float:
         return round(self.height * (1 - 100 * share / self.top), 1)
 
-    def dot(self, x: float, name: str, ends: Interval) -> Dot:
-        text = f"{visible(name, 120)}: {self.spelled(ends)}"
+    def dot(self, x: float, name: str, ends: Interval, more: str = "") -> Dot:
+        text = f"{visible(name, 120)}: {self.spelled(ends)}{more}"
         return Dot(round(x, 2), self.at(ends.point), self.at(ends.low), self.at(ends.high), text)
 
     def spelled(self, ends: Interval) -> str:
@@ -201,7 +233,7 @@ class _NatScale(_Scale):  # nats in powers of ten, from the one below the least 
     def __init__(self, height: float, ends: Sequence[Interval]) -> None:
         self.height = height
         known = [each.point for each in ends if each.point > 0]
-        self.first, last = floor(log10(min(known))), ceil(log10(max(known)))
+        self.first, last = math.floor(log10(min(known))), ceil(log10(max(known)))
         self.last = max(last, self.first + 1)
 
     def at(self, nats: float) -> float:

@@ -16,7 +16,7 @@ from agentbench_kv.results.tables.model import Cell, Column, Kind, Row, Table, U
 BEYOND = "beyond protected"
 COSTS = (
     "MB: keys and values over all layers and heads, with scales and zero points at lower "
-    "precision; of runs that recorded it",
+    "precision; of runs that recorded it in every session",
     "tokens per layer and KV head; KV read, prefilled and restored: mean of a session",
     f"{BEYOND}: the budget less the first tokens that the method must keep, median session",
     "failures: share of the trials that ended without a score, then trials by kind",
@@ -68,7 +68,7 @@ def _costs(runs: Sequence[Run]) -> dict[Column, Value]:
 
         def value(run: Run) -> float | None:
             account = run.summary.kv
-            sessions = max(sum(map(len, run.peaks.values())), 1) if shared else 1
+            sessions = max(run.sessions, 1) if shared else 1
             return of(account) / sessions if account else None
 
         return value

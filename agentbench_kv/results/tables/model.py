@@ -155,7 +155,7 @@ _NUMBERS: dict[Unit, Callable[[float], str]] = {
     Unit.SHARE: lambda value: f"{100 * value:.1f}",
     Unit.POINTS: lambda value: f"{100 * value:+.1f}",
     Unit.TOKENS: lambda value: f"{value:,.0f}",
-    Unit.MEGABYTES: _decimals,
+    Unit.MEGABYTES: lambda value: f"{value:,.0f}" if value >= 100 else f"{value:.3g}",
     Unit.MILLISECONDS: lambda value: f"{value:.2f}",
     Unit.RATE: _decimals,
     Unit.PER_SECOND: lambda value: f"{value:.3g}",

@@ -56,7 +56,7 @@ def _of_board(board: Board, full: Entry) -> Iterator[Table]:
         elif entry.group.compressed:
             left_out.append(f"left out: {entry.group.name}, whose budget is no number of tokens")
     # How long a sample's session is that keeps everything.
-    lengths = {sample: median(peaks) for sample, peaks in full.group.peaks.items()}
+    lengths = {sample: median(peaks) for sample, peaks in full.group.sizes("peak_live").items()}
     summary = curve_summary(full.scores, points, lengths)
     if summary is None or summary.full <= 0:
         return

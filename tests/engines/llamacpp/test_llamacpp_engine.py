@@ -390,6 +390,44 @@ def test_a_fork_needs_room_for_what_is_its_own_only(engines: Callable[..., Engin
     assert engine.pool() == before
 
 
+@pytest.mark.parametrize(("method", "budget"), [("full", None), ("agentkv", 128)])
+def test_what_would_have_been_drawn_instead_is_the_embedded_engines(
+    method: str, budget: int | None, engines: Callable[..., Engine]
+) -> None:
+    chosen = make_method(method, budget)
+    found = []
+    for kind, options in ((LlamaCppEngine, {"max_live_tokens": 4096}), (EmbeddedEngine, {})):
+        engine, best = engines(kind, chosen, **options), list[int]()
+        engine.open("predicted", TokenPhases())
+        for seed, answer in enumerate((words(150, 8), words(1, 9), words(170, 10))):
+            prompt, labels = words(200, seed), TokenPhases()
+            engine.extend("predicted", prompt, [labels.label(token) for token in prompt])
+            generation = engine.force("predicted", answer, predict=True)
+            assert list(generation) == answer
+            assert len(generation.best) == len(answer)
+            best += generation.best
+        # A greedy answer is its own best one, across stretches and events.
+        said = turn(engine, "predicted", words(40, 20), 140)
+        engine.close("predicted")
+        found.append((best, said))
+    assert found[0] == found[1]
+
+
+def test_a_greedy_answer_is_its_own_best(engines: Callable[..., Engine]) -> None:
+    chosen = make_method("agentkv", 128)
+    for kind, options in ((LlamaCppEngine, {"max_live_tokens": 4096}), (EmbeddedEngine, {})):
+        engine = engines(kind, chosen, **options)
+        engine.open("drawn", TokenPhases())
+        said = turn(engine, "drawn", words(300, 1), 200)
+        engine.close("drawn")
+        engine.open("again", TokenPhases())
+        prompt, labels = words(300, 1), TokenPhases()
+        engine.extend("again", prompt, [labels.label(token) for token in prompt])
+        generation = engine.force("again", said, predict=True)
+        assert list(generation) == list(generation.best) == said
+        assert engine.close("again").events
+
+
 def test_what_cannot_be_forced_or_forked_is_refused(engines: Callable[..., Engine]) -> None:
     engine = engines(LlamaCppEngine, RESIDENT_PLAIN, max_live_tokens=1280)
     assert {Capability.FORCE, Capability.FORK} <= engine.info.capabilities

@@ -22,7 +22,7 @@ from agentbench_kv.engines.core.control import ControlServer
 from agentbench_kv.engines.core.host import follow_parent
 from agentbench_kv.engines.core.policy import BackendPolicy
 from agentbench_kv.engines.core.rings import span_attention
-from agentbench_kv.engines.llamacpp.models import ROW_TYPES
+from agentbench_kv.engines.llamacpp.models import KV_ROW_TYPES, ROW_TYPES
 from agentbench_kv.engines.llamacpp.server.blob import Blob
 from agentbench_kv.engines.llamacpp.server.context import Context, free_threads
 from agentbench_kv.engines.llamacpp.server.rows import SequenceRows
@@ -45,6 +45,7 @@ class Settings:
     cells: int  # cached tokens of all sessions together
     sessions: int  # that generate at once
     context_limit: int = 0  # of a session; 0 for what the file says
+    kv_dtype: str = ""  # of cached rows, where it is not `dtype`
 
 
 class Backend:
@@ -58,7 +59,8 @@ class Backend:
             cells=settings.cells,
             # One for every session that generates, some that rest, and the scratch sequence.
             sequences=2 * settings.sessions + 2,
-            row_type=ROW_TYPES[settings.dtype],
+            row_type={**ROW_TYPES, **KV_ROW_TYPES}[settings.kv_dtype or settings.dtype],
+            flash=bool(settings.kv_dtype),  # without it llama.cpp quantises no values
             batch=STEP_TOKENS,
             context_limit=settings.context_limit,
             threads=free_threads(),

@@ -169,7 +169,8 @@ class BatchScheduler:
             # After a loss the whole session is one prefill.
             session.begin_turn(len(request["tokens"]) if session.ledger.fed else session.pending)
             given = deque(request["given"])
-            self._waiting.append(BackendGeneration(session, sampling, stream, given))
+            wants = request["predict"]
+            self._waiting.append(BackendGeneration(session, sampling, stream, given, wants))
 
         self.call(begin)
 
@@ -355,11 +356,16 @@ class BatchScheduler:
             part = slice(start, len(packed.tokens))
             parts.append((session, Fed(session.name, seen, tokens), part))
             if len(tokens) == session.pending:
-                packed.wanted.append(part.stop - 1)
+                packed.wanted += generation.rows_wanted(part.stop)
                 ready.append(generation)
-        logits = self.context.decode(packed)
+        logits, last = self.context.decode(packed), -1
         self._take_in(parts)
-        return logits, ready
+        ends = []
+        for generation in ready:
+            last += len(generation.rows_wanted(0))
+            ends.append(last)
+            generation.note_best(logits[: last + 1])
+        return logits[ends], ready
 
     def _take_in(self, parts: list[tuple[BackendSession, Fed, slice]]) -> None:
         """Record where the rows went, and keep the queries that the method wants."""

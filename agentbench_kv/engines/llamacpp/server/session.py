@@ -172,8 +172,10 @@ class BackendGeneration:
     sampling: Sampling
     stream: Stream
     given: deque[int] = field(default_factory=deque)  # tokens to be taken as drawn
+    predict: bool = False  # whether to say what would have been drawn instead
     stretch: list[int] = field(default_factory=list)  # those of them fed with the next forward
     produced: int = 0
+    best: deque[int] = field(default_factory=deque)  # of the tokens to hand over, if asked for
 
     def __post_init__(self) -> None:
         self.sampler = Sampler(self.sampling)
@@ -192,6 +194,15 @@ class BackendGeneration:
         self.stretch = [self.given.popleft() for _ in range(rows - 1)]
         self.session.add_drawn(self.stretch)
 
+    def rows_wanted(self, end: int) -> range:
+        """Return the rows whose predictions are asked for, of those that end before `end`."""
+        return range(end - 1 - len(self.stretch) * self.predict, end)
+
+    def note_best(self, logits: Tensor) -> None:
+        """Take what the last rows of a forward predict, which are this generation's."""
+        if self.predict:
+            self.best.extend(logits[-len(self.rows_wanted(0)) :].argmax(-1).tolist())
+
     def hand_over_stretch(self) -> None:
         """Hand over the tokens that a forward took besides."""
         for token in self.stretch:
@@ -202,5 +213,6 @@ class BackendGeneration:
         """Hand a token over; return whether the generation ends with it."""
         self.produced += 1
         last = self.sampling.ends(token, self.produced) is not None
-        self.stream.send({"token": token})
+        best = {"best": self.best.popleft()} if self.predict else {}
+        self.stream.send({"token": token, **best})
         return last
