@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -15,10 +16,12 @@ class Full(Method):
     name: ClassVar[str] = "full"
     summary: ClassVar[str] = "no eviction, engine as shipped"
     source: ClassVar[str] = "baseline"
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"prefix": {"prefix": "shared"}}
     compresses: ClassVar[bool] = False
 
     def settings(self) -> dict[str, Any]:
-        return {}  # no parameter of the base has an effect without eviction
+        # No other parameter of the base has an effect without eviction.
+        return {key: value for key, value in super().settings().items() if key == "prefix"}
 
 
 @dataclass(frozen=True, kw_only=True)

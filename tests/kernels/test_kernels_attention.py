@@ -172,7 +172,7 @@ def test_dtypes_that_the_kernels_do_not_read_are_left_to_pytorch():
 )
 def test_rows_that_lie_elsewhere_change_no_bit(shape, beside, dtype, device):
     """Each session has other rows before its own, one has none; the numbers are as if together."""
-    sessions, kv_heads, group, n, rows, _ = shape
+    sessions, kv_heads, group, _, rows, _ = shape
     queries, keys, values = draw(shape, dtype, device, capacity=rows + 9)
     seen = lengths_of(shape, device)
     sinks = torch.linspace(-2, 3, kv_heads * group, device=device) if beside else None
