@@ -101,13 +101,11 @@ def play(
 
 def arms(system: int) -> dict[str, Method]:
     budget = system + ROOM
-    chosen = {
+    return {
         f"{name} {prefix}": make_method(name, size, {"prefix": prefix})
+        for prefix in ("shared", "own")
         for name, size in (("full", None), ("agentkv@system", budget))
-        for prefix in ("own", "shared")
     }
-    # What an engine that drops the sharing at the first event would hold.
-    return {**chosen, "agentkv shared": make_method("agentkv", budget, {"prefix": "shared"})}
 
 
 def main() -> None:
@@ -119,7 +117,11 @@ def main() -> None:
     parser.add_argument("--model", default="micro")
     parser.add_argument("--layers", type=int, default=0)
     options = parser.parse_args()
-    model = random_model(options.layers) if options.layers else load_model(options.model, "float32", "cpu")
+    model = (
+        random_model(options.layers)
+        if options.layers
+        else load_model(options.model, "float32", "cpu")
+    )
     rng = random.Random(1)
     system = [rng.randrange(5, 400) for _ in range(options.system)]
     chosen = arms(options.system)

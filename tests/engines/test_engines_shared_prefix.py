@@ -407,7 +407,7 @@ def test_spans_of_a_session_behind_a_prefix() -> None:
     assert said[0] == said[1]
 
 
-@pytest.mark.parametrize("kv_dtype", ["int8", "kivi-2"])
+@pytest.mark.parametrize("kv_dtype", ["int8", "kivi2"])
 def test_rows_of_lower_precision(kv_dtype: str) -> None:
     network, rng = build_tiny(layers=2), random.Random(14)
     system = ids(rng, 300)
