@@ -297,6 +297,8 @@ def test_memory_is_counted_once_and_unused_prefixes_make_room() -> None:
         waiting = engine.generate("e", Sampling(max_tokens=10))
         begin(engine, "f", first, ids(rng, 10))
         assert len(engine._scheduler._waiting) == 1
+        others = engine._scheduler._held_by_others(engine._scheduler.get("a"))
+        assert others == 500 + 3 * 19  # what waits holds nothing
         for name in "abcd":  # nobody reads the first prefix any more: it makes room
             engine.close(name)
         assert len(list(waiting)) == 10

@@ -285,7 +285,7 @@ class EmbeddedScheduler:
             if other is session:
                 continue
             if id(other) in busy or other.cache.slot < 0:
-                rows += other.reserved - other.rows_elsewhere
+                rows += max(0, other.reserved - other.rows_elsewhere)
             else:
                 place = (id(other.cache.pool), other.cache.slot)
                 held = other.reserved - other.cache.shared
@@ -340,16 +340,21 @@ class EmbeddedScheduler:
         batch: list[EmbeddedGeneration] = []
         room = STEP_TOKENS
         for generation in list(self._running):
-            ready = False
-            with self._isolated(generation):
-                ready = self.prefixes.admit(generation.session)
-            if not ready:
+            if not self._has_prefix(generation):
                 continue
             rows = min(len(generation.session.pending), PREFILL_CHUNK)
             if rows == 1 or room >= rows or not batch:
                 batch.append(generation)
                 room -= rows
         return batch
+
+    def _has_prefix(self, generation: EmbeddedGeneration) -> bool:
+        """Whether a session may be fed, or has to wait for who computes its prefix."""
+        if generation.session.prefix_key is None:
+            return True
+        with self._isolated(generation):
+            return self.prefixes.admit(generation.session)
+        return False
 
     def _step(self, batch: list[EmbeddedGeneration]) -> None:
         started = time.perf_counter()
