@@ -50,7 +50,7 @@ class KVFigures:
     evicted: int = _figure("tokens evicted", add)
     restored: int = _figure("tokens brought back", add)
     bytes_read: int = _figure("bytes of K and V read while decoding, all layers and heads", add)
-    prefill_tokens: int = _figure("tokens prefilled in all", add)
+    prefill_tokens: int = _figure("prompt tokens in all, prefilled or cached", add)
     longest_prefill: int = _figure("most new tokens in one prefill", max)
     decode_tokens: int = _figure("tokens generated", add)
     rows_moved: int = _figure("cache rows moved by compaction", add)
@@ -68,6 +68,10 @@ class KVFigures:
     auxiliary_s: float = _figure("seconds that those took", add, 0.0)
     peak_bytes: int = _figure("most bytes held at once: K and V, all layers and heads", max)
     peak_alone: int = _figure("most tokens of a session that has such requests, without them", max)
+    cached_tokens: int = _figure(
+        "prompt tokens that a shared prefix had, so that nobody prefilled them", add
+    )
+    shared: int = _figure("first tokens whose rows are held once for several sessions", max)
 
 
 @dataclass

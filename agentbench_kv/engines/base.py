@@ -44,6 +44,7 @@ class Capability(StrEnum):
     LOGPROBS = "logprobs"
     PROTECT_SYSTEM = "protect_system"
     OFFLOAD = "offload"
+    SHARE_PREFIX = "share_prefix"
 
 
 # What an engine that moves single rows can do to spans.
@@ -240,8 +241,8 @@ class Engine(ABC):
     def note(self, session: str, tokens: Sequence[int], notes: TurnNotes) -> None:
         """Take what the gateway knows about tokens that the next `extend` adds.
 
-        An engine with `PROTECT_SYSTEM` wants notes under `protect=system`, and tells the session's
-        ledger how long its system message is.
+        An engine with `PROTECT_SYSTEM` or `SHARE_PREFIX` wants notes under methods that ask for it
+        (`Method.asks_for_system`), and tells the session's ledger how long its system message is.
         """
         del session, tokens
         if notes.hints:

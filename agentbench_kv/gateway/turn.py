@@ -223,7 +223,7 @@ class Turn:
             turn=len(session.turns),
             prompt_tokens=self._base + len(self.plan.ids),
             output_tokens=len(self._output),
-            cached_tokens=self._base,
+            cached_tokens=self._base + after.cached_tokens - before.cached_tokens,
             phases=count_phases(session.phases[self._base :]),
             live_before=before.live,
             live_after=after.live,

@@ -8,7 +8,7 @@ forms for caches that lie in blocks.
 from __future__ import annotations
 
 from agentbench_kv.kernels.dispatch import active_backend, describe_backend, use_backend
-from agentbench_kv.kernels.layout import SeenRows, ascending_rows, by_position
+from agentbench_kv.kernels.layout import RowsBefore, SeenRows, ascending_rows, by_position
 from agentbench_kv.kernels.ops import (
     aabb,
     aabb_score,
@@ -22,6 +22,7 @@ from agentbench_kv.kernels.ops import (
 )
 
 __all__ = [
+    "RowsBefore",
     "SeenRows",
     "aabb",
     "aabb_score",

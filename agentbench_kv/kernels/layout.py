@@ -13,10 +13,26 @@ SPARSE = 16  # positions seen per row, above which sorting rows is cheaper than 
 
 
 @dataclass(frozen=True)
+class RowsBefore:
+    """A session's first rows in one layer, which lie elsewhere: other sessions read them too."""
+
+    keys: Tensor  # [kv_heads, rows, head_dim], a head's rows one behind the other
+    values: Tensor
+
+    def __post_init__(self) -> None:
+        size = self.keys.shape[2]
+        wanted = (self.keys.shape, (self.keys.stride(0), size, 1))
+        for part in (self.keys, self.values):
+            if (part.shape, part.stride()) != wanted:
+                raise ValueError(f"rows {tuple(part.shape)} do not lie one behind the other")
+
+
+@dataclass(frozen=True)
 class SeenRows:
     """Which cached rows each query sees: those up to its own, of its session's last ones.
 
-    Session s holds `lengths[s]` rows in rows 0.., at least `queries`, its queries' own last.
+    Session s holds `lengths[s]` rows in rows 0.., at least `queries`, its queries' own last. Rows
+    that lie before them elsewhere are counted, and come first.
     """
 
     lengths: Tensor  # [sessions], int64

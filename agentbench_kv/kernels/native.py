@@ -13,7 +13,7 @@ from torch import Tensor
 
 from agentbench_kv.errors import KVBenchError
 from agentbench_kv.kernels.build import team_function
-from agentbench_kv.kernels.layout import PagedRows, SeenRows
+from agentbench_kv.kernels.layout import PagedRows, RowsBefore, SeenRows
 from agentbench_kv.kernels.torch_backend import TorchBackend
 
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -56,6 +56,10 @@ class _Mass(Structure):
     ]
 
 
+class _Before(Structure):
+    _fields_: ClassVar = [("keys", _P), ("values", _P), ("head", _L), ("rows", _L)]
+
+
 class _Attend(Structure):
     _fields_: ClassVar = [
         ("queries", _P),
@@ -66,7 +70,7 @@ class _Attend(Structure):
         ("shape", _Shape),
         ("lengths", _P),
         *((name, _L) for name in ("length", "window")),
-        ("sinks", _P),
+        *((name, _P) for name in ("sinks", "before")),
         ("scale", c_float),
     ]
 
@@ -130,21 +134,24 @@ class NativeBackend:
         seen: SeenRows,
         scaling: float,
         sinks: Tensor | None,
+        before: Sequence[RowsBefore | None],
     ) -> Tensor:
         dtype = queries.dtype
         alike = dtype in DTYPES and {keys.dtype, values.dtype} == {dtype}
         if not (alike and self._attends):
-            return TorchBackend().attention(queries, keys, values, seen, scaling, sinks)
+            return TorchBackend().attention(queries, keys, values, seen, scaling, sinks, before)
         queries, keys, values = (_innermost(each) for each in (queries, keys, values))
         sessions, heads, n, head_dim = queries.shape
         kv_heads, size = keys.shape[1], dtype.itemsize
         output = torch.empty(sessions, n, heads, head_dim, dtype=dtype)
         lengths, sinks = _whole(seen.lengths, torch.int64), _maybe(sinks, torch.float32)
+        rows_before = _before(before)
         job = _Attend(
             *(queries.data_ptr(), *(step * size for step in queries.stride()[:3])),
             *(output.data_ptr(), DTYPES[dtype], heads // kv_heads, n, head_dim),
             *(_session_rows(keys), _session_rows(values), _Shape(sessions, 1, kv_heads)),
-            *(lengths.data_ptr(), seen.longest, seen.window or 0, _address(sinks), scaling),
+            *(lengths.data_ptr(), seen.longest, seen.window or 0, _address(sinks)),
+            *(None if rows_before is None else ctypes.addressof(rows_before), scaling),
         )
         self._call("kvb_attention", queries.device, byref(job))
         return output
@@ -362,6 +369,21 @@ def _table(table: Tensor | None, rows: PagedRows) -> _Table:
     shift = size.bit_length() - 1 if size & (size - 1) == 0 else -1
     where = (None, 0) if table is None else (table.data_ptr(), table.stride(0))
     return _Table(*where, size, shift)
+
+
+def _before(sessions: Sequence[RowsBefore | None]) -> Any:
+    if not any(sessions):
+        return None
+    rows = [
+        _Before()
+        if each is None
+        else _Before(
+            *(each.keys.data_ptr(), each.values.data_ptr()),
+            *(each.keys.stride(0) * each.keys.itemsize, each.keys.shape[1]),
+        )
+        for each in sessions
+    ]
+    return (_Before * len(rows))(*rows)
 
 
 def _session_rows(cache: Tensor) -> _Rows:

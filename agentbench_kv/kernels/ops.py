@@ -8,7 +8,7 @@ from typing import Literal
 from torch import Tensor
 
 from agentbench_kv.kernels.dispatch import active_backend
-from agentbench_kv.kernels.layout import PagedRows, SeenRows
+from agentbench_kv.kernels.layout import PagedRows, RowsBefore, SeenRows
 
 GqaMode = Literal["mean_prob", "max_prob", "max_logit", "per_head"]
 
@@ -29,13 +29,15 @@ def attention(
     seen: SeenRows,
     scaling: float,
     sinks: Tensor | None = None,  # [q_heads]: logits beside the rows' own
+    before: Sequence[RowsBefore | None] = (),  # of each session, its first rows; () for none
 ) -> Tensor:
     """Return softmax(scaling · q·k) · v over the rows that each query sees.
 
     [sessions, n, q_heads, head_dim], of the queries' dtype; logits and sums are float32. The sinks'
     share of a softmax is left out, so that its rest sums to less than 1.
     """
-    return active_backend(queries.device).attention(queries, keys, values, seen, scaling, sinks)
+    backend = active_backend(queries.device)
+    return backend.attention(queries, keys, values, seen, scaling, sinks, before)
 
 
 def attention_mass(

@@ -11,6 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from agentbench_kv.kernels.layout import (
     PagedRows,
+    RowsBefore,
     SeenRows,
     ascending_rows,
     by_position,
@@ -43,7 +44,10 @@ class TorchBackend:
         seen: SeenRows,
         scaling: float,
         sinks: Tensor | None,
+        before: Sequence[RowsBefore | None],
     ) -> Tensor:
+        if any(before):
+            keys, values = _put_together(keys, values, before, seen.longest)
         sessions, heads, n, head_dim = queries.shape
         kv_heads = keys.shape[1]
         keys, values = keys[:, :, : seen.longest], values[:, :, : seen.longest]
@@ -295,6 +299,23 @@ def softmax_beside(logits: Tensor, sinks: Tensor) -> Tensor:
     """
     sinks = sinks.to(logits.dtype).expand(*logits.shape[:-1], 1)
     return torch.cat([logits, sinks], -1).softmax(-1)[..., :-1]
+
+
+def _put_together(
+    keys: Tensor, values: Tensor, before: Sequence[RowsBefore | None], longest: int
+) -> tuple[Tensor, Tensor]:
+    """Copy every session's rows behind those before them: [sessions, kv_heads, longest, d]."""
+    both = []
+    for own, part in ((keys, "keys"), (values, "values")):
+        whole = own.new_zeros(*own.shape[:2], longest, own.shape[3])
+        for session, rows in enumerate(before):
+            first = 0 if rows is None else rows.keys.shape[1]
+            if rows is not None:
+                whole[session, :, :first] = getattr(rows, part)[:, :longest]
+            count = min(longest - first, own.shape[2])
+            whole[session, :, first : first + count] = own[session, :, :count]
+        both.append(whole)
+    return both[0], both[1]
 
 
 def _beside(

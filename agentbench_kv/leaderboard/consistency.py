@@ -290,6 +290,8 @@ def _check_limits(key: TrialKey, record: TrialRecord, turns: Sequence[TurnRecord
         "peak_live": min(held, kv.peak_alone or held) + kv.auxiliary_tokens,
         "longest_prefill": max(turn.prefill_tokens for turn in turns),
         "mean_decode_kv": kv.peak_live,
+        "cached_tokens": kv.prefill_tokens,
+        "shared": held,
         "events": kv.prefill_tokens + kv.decode_tokens,
     }
     for name, limit in most.items():

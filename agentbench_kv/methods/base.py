@@ -28,6 +28,7 @@ POSITIONS = ("logical", "cache")
 CLOSINGS = ("own", "next")  # the phase of a token that closes a span: the span's, or what follows
 TRIGGERS = ("every", "slack", "turn", "prefill+every")
 PROTECTS = ("none", "system", "prompt")
+PREFIXES = ("own", "shared")  # who holds the rows of a session's system message with its tools
 BY_RULE = ("prompt", "system")  # presets of every method: its default one with this `protect`
 ENDLESS = 1 << 40  # a budget larger than any session
 
@@ -175,6 +176,12 @@ class Method:
         "before the first generated token, or so many",
         choices=PROTECTS,
         counts=True,
+        rare=True,
+    )
+    prefix: str = param(
+        "own",
+        "rows of the system message with its tools: each session's own, or cached once for all",
+        choices=PREFIXES,
         rare=True,
     )
     chunk: int = param(
@@ -336,9 +343,15 @@ class Method:
     @property
     def needs(self) -> frozenset[str]:
         """Return the capabilities an engine must have, by name."""
+        shared = frozenset({"share_prefix"} if self.prefix == "shared" else ())
         if not self.compresses:
-            return frozenset()
-        return frozenset({"compress", *({"protect_system"} if self.protect == "system" else ())})
+            return shared
+        return shared | {"compress", *({"protect_system"} if self.protect == "system" else ())}
+
+    @property
+    def asks_for_system(self) -> bool:
+        """Whether an engine must be told where a session's system message ends."""
+        return self.protect == "system" or self.prefix == "shared"
 
     def query_plan(self) -> QueryPlan:
         """Return which queries the engine must keep."""

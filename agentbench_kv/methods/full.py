@@ -18,20 +18,24 @@ class Full(Method):
     name: ClassVar[str] = "full"
     summary: ClassVar[str] = "no eviction, engine as shipped"
     source: ClassVar[str] = "baseline"
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "prefix": {"prefix": "shared"},
+        "offload": {"offload": 16},
+    }
     compresses: ClassVar[bool] = False
-    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"offload": {"offload": 16}}
 
     offload: int = param(
         0, "GB of this machine's memory for cached rows that leave the GPU; 0: none", low=0
     )
 
     def settings(self) -> dict[str, Any]:
-        # No parameter of the base has an effect without eviction.
-        return {"offload": self.offload} if self.offload else {}
+        # No other parameter of the base has an effect without eviction.
+        own = {key: value for key, value in super().settings().items() if key == "prefix"}
+        return own | ({"offload": self.offload} if self.offload else {})
 
     @property
     def needs(self) -> frozenset[str]:
-        return frozenset({"offload"} if self.offload else ())
+        return super().needs | ({"offload"} if self.offload else set())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -216,6 +216,7 @@ class SpanMethod(Method):
     kept_set: str = "shared"
     keep_recent: int = 0
     protect: str = "none"
+    prefix: str = "own"
     chunk: int = 1
 
     @property

@@ -291,6 +291,8 @@ class KVSummary(BaseModel, frozen=True, extra="forbid"):
     median_peak_bytes: float = 0.0  # over all layers and heads; 0 if any record has none
     max_peak_bytes: int = 0
     max_peak_alone: int = 0  # without those requests; 0 under methods that make none
+    cached_tokens: int = 0  # of the prefilled ones, those that a shared prefix had
+    median_shared: float = 0.0  # first tokens whose rows are held once for several sessions
 
 
 class Summary(BaseModel, frozen=True, extra="forbid"):
@@ -449,6 +451,7 @@ def _kv(trials: Sequence[TrialRecord]) -> KVSummary | None:
         max_peak_bytes=max(kv.peak_bytes for kv in accounts) if counted else 0,
         live_over_logical=statistics.fmean(kv.peak_live / kv.logical for kv in accounts),
         mean_decode_kv=statistics.fmean(kv.mean_decode_kv for kv in accounts),
+        median_shared=statistics.median(kv.shared for kv in accounts),
         median_protected=statistics.median(kv.protected for kv in accounts),
         **{name: sum(getattr(kv, name) for kv in accounts) for name in TOTALS},
     )

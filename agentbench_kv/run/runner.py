@@ -44,12 +44,12 @@ Progress = Callable[[RunSpec, int, int, TrialRecord | str | None], None]
 
 
 def refuse_without_messages(family: str) -> None:
-    """Refuse `protect=system` where nobody can tell messages apart."""
+    """Refuse what goes by the system message where nobody can tell messages apart."""
     if family == PLAIN.name:
         raise UsageError(
-            "protect=system: this model's chat format is none that is known (phase_family: plain; "
-            "docs/models.md), so nobody can tell where its system message ends; "
-            "use --set protect=prompt or a number of tokens"
+            "protect=system, prefix=shared: this model's chat format is none that is known "
+            "(phase_family: plain; docs/models.md), so nobody can tell where its system message "
+            "ends; use --set protect=prompt or a number of tokens, and prefix=own"
         )
 
 
@@ -70,7 +70,7 @@ def warn_without_phases(method: Method, gateway: AnyGateway) -> None:
 
     A method that must know where the system message ends is refused.
     """
-    if method.protect == "system":
+    if method.asks_for_system:
         refuse_without_messages(str(gateway.provenance()["phase_family"]))
     by_phase = method.query_plan().kind is QueryKind.PER_PHASE
     if by_phase and gateway.provenance()["phase_family"] == PLAIN.name:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kernels_reference import attention as reference
 from kernels_reference import doubles
 
-from agentbench_kv.kernels import SeenRows, attention, use_backend
+from agentbench_kv.kernels import RowsBefore, SeenRows, attention, use_backend
 
 ATOL = {torch.float32: 2.0**-18, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
 """Of a weighted mean, relative to the largest value: the output's rounding and the weights'."""
@@ -163,3 +163,41 @@ def test_dtypes_that_the_kernels_do_not_read_are_left_to_pytorch():
     found = attention(queries, keys, values, seen, 0.2)
     wanted = references(queries, keys, values, seen, 0.2)
     assert np.abs(doubles(found) - wanted).max() < 1e-12
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize(
+    "shape", [(3, 2, 7, 1, 513, 64), (3, 2, 3, 40, 333, 66), (3, 1, 5, 33, 400, 7)]
+)
+def test_rows_that_lie_elsewhere_change_no_bit(shape, beside, dtype, device):
+    """Each session has other rows before its own, one has none; the numbers are as if together."""
+    sessions, kv_heads, group, _, rows, _ = shape
+    queries, keys, values = draw(shape, dtype, device, capacity=rows + 9)
+    seen = lengths_of(shape, device)
+    sinks = torch.linspace(-2, 3, kv_heads * group, device=device) if beside else None
+    wanted = attention(queries, keys, values, seen, 0.2, sinks)
+    first = [0, 1, 129]  # rows of each session that lie elsewhere
+    own_keys, own_values = torch.full_like(keys, 7.0), torch.full_like(values, 7.0)
+    before = []
+    for s, count in enumerate(first):
+        own_keys[s, :, : rows + 9 - count] = keys[s, :, count:]
+        own_values[s, :, : rows + 9 - count] = values[s, :, count:]
+        room = torch.full((2, kv_heads, count + 5, shape[5]), 9.0, dtype=dtype, device=device)
+        room[0, :, :count], room[1, :, :count] = keys[s, :, :count], values[s, :, :count]
+        before.append(RowsBefore(*room[:, :, :count]) if count else None)
+    assert sessions == len(before)
+    found = attention(queries, own_keys, own_values, seen, 0.2, sinks, before)
+    assert torch.equal(found, wanted)
+    close(found, references(queries, keys, values, seen, 0.2, sinks), values)
+
+
+def test_rows_before_lie_one_behind_the_other():
+    rows = torch.zeros(2, 8, 4)
+    for keys, values in (
+        (rows[:, ::2], rows[:, ::2]),
+        (rows, rows[..., :2]),
+        (rows[:1], rows[:1].mT),
+    ):
+        with pytest.raises(ValueError, match="one behind the other"):
+            RowsBefore(keys, values)

@@ -39,7 +39,7 @@ VERDICTS = json.loads((OLD / "verdicts.json").read_bytes())
 SINCE = {
     "window_bytes_read": 0, "protected": 0, "refused": 0, "refused_recent": 0,
     "refused_budget": None, "rewrites": 0, "auxiliary_calls": 0, "auxiliary_tokens": 0,
-    "auxiliary_s": 0.0, "peak_bytes": 0, "peak_alone": 0,
+    "auxiliary_s": 0.0, "peak_bytes": 0, "peak_alone": 0, "cached_tokens": 0, "shared": 0,
 }  # fmt: skip
 KINDS = {"TrialRecord": TrialRecord, "TurnRecord": TurnRecord}
 

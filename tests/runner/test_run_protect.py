@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from click.testing import CliRunner
 
@@ -102,3 +103,35 @@ def test_an_engine_that_cannot_know_is_refused_in_a_line(monkeypatch: Any) -> No
     monkeypatch.setattr(EmbeddedEngine, "capabilities", less)
     with pytest.raises(UsageError, match="'agentkv@system': it has no protect_system"):
         call("run", "--task", TASK, "--method", "agentkv@system", "--budget", "600")
+
+
+def test_sessions_that_share_their_system_message_find_it(tmp_path: Path) -> None:
+    """Two trials of a sample begin alike: one computes the beginning, the other finds it."""
+    system, _ = opening()
+    kept = ("--method", "agentkv@system", "--budget", "600", "--trials", "2")
+    own = list(run(tmp_path / "own", *kept).trials())
+    reader = run(tmp_path / "shared", *kept, "--set", "prefix=shared")
+    shared = list(reader.trials())
+    assert sorted(trial.kv.cached_tokens for trial in shared) == [0, system]
+    assert [trial.kv.shared for trial in shared] == [system, system]
+    assert [trial.kv.shared for trial in own] == [0, 0]
+    # Whether its beginning is computed or found, a session is what it was.
+    plain = [msgspec.structs.replace(t.kv, cached_tokens=0, shared=0) for t in shared]
+    assert plain == [trial.kv for trial in own]
+    assert [trial.score for trial in shared] == [trial.score for trial in own]
+    assert '"prefix": "shared"' in (reader.path / "run.json").read_text()
+    table = call("report", str(tmp_path / "shared"), "--table", "efficiency").output
+    assert "of them cached" in table
+
+
+def test_a_prefix_is_not_shared_by_who_cannot(tmp_path: Path) -> None:
+    for more in (
+        ("--engine", "scripted", "--model", "null"),
+        ("--method", "evoke", "--set", "prefix=shared"),
+    ):
+        refused = CliRunner().invoke(
+            kvbench,
+            ["run", "--task", TASK, "--out", str(tmp_path), "--method", "full@prefix", *more],
+        )
+        assert isinstance(refused.exception, UsageError), refused.output
+        assert "prefix" in str(refused.exception)

@@ -85,6 +85,23 @@ class SessionLedger:
         """
         self._prompt, self._system = prompt or self._prompt, system or self._system
 
+    @property
+    def system(self) -> int:
+        """Tokens of the system message with its tools; 0 is not known."""
+        return self._system
+
+    def protects(self, rows: int) -> bool:
+        """Whether no event may evict any of the first rows."""
+        return self._method.protected(self._prompt, self._system) >= rows
+
+    def find(self, tokens: int, shared: int) -> None:
+        """Count a turn's first tokens as fed, whose rows were there; `shared` rows stay there."""
+        self.fed += tokens
+        self.live += tokens
+        self.stats.cached_tokens += tokens
+        self.stats.shared = shared
+        self._peak()
+
     def begin_turn(self, tokens: int) -> None:
         if self._lost:
             self.stats.recomputed += self._lost

@@ -99,11 +99,16 @@ class StoredLayer(LayerView):
     _keys: Callable[[], Tensor]
     _values: Callable[[], Tensor]
 
-    def __init__(self, store: RowStore, layer: int, positions: Tensor, sums: Tensor | None) -> None:
-        for name, value in (("positions", positions), ("sums", sums)):
+    def __init__(
+        self,
+        keys: Callable[[], Tensor],
+        values: Callable[[], Tensor],
+        positions: Tensor,
+        sums: Tensor | None = None,
+    ) -> None:
+        parts = {"_keys": keys, "_values": values, "positions": positions, "sums": sums}
+        for name, value in parts.items():
             object.__setattr__(self, name, value)
-        object.__setattr__(self, "_keys", partial(store.keys, layer))
-        object.__setattr__(self, "_values", partial(store.values, layer))
 
     @property
     def keys(self) -> Tensor:
@@ -271,7 +276,10 @@ class WorkerRows:
         self, store: RowStore, positions: Tensor, extras: Sequence[Tensor]
     ) -> list[LayerView]:
         return [
-            StoredLayer(store, i, positions[i], extras[0][i] if extras else None)
+            StoredLayer(
+                *(partial(store.keys, i), partial(store.values, i)),
+                *(positions[i], extras[0][i] if extras else None),
+            )
             for i in range(self.shape.layers)
         ]
 

@@ -23,12 +23,18 @@ from agentbench_kv.engines.core.rings import (
     as_methods_see,
 )
 from agentbench_kv.engines.embedded.architecture import LayerPlace
-from agentbench_kv.engines.embedded.cache import CachePool, SessionCache, SlotCache, WindowCache
+from agentbench_kv.engines.embedded.cache import (
+    CachePool,
+    SessionCache,
+    SharedPrefix,
+    SlotCache,
+    WindowCache,
+)
 from agentbench_kv.engines.embedded.observer import FedRows, Observer
 from agentbench_kv.engines.embedded.quantization import Quantise
 from agentbench_kv.engines.embedded.session import EmbeddedSession
 from agentbench_kv.errors import KVBenchError
-from agentbench_kv.kernels import SeenRows, attention
+from agentbench_kv.kernels import RowsBefore, SeenRows, attention
 from agentbench_kv.kernels.torch_backend import softmax_beside
 
 ATTENTION_NAME = "kvbench"
@@ -58,6 +64,7 @@ class DecodeGroup:
     first: int  # slots the call covers: [first, last)
     last: int
     seen: SeenRows  # of each slot, this token's included
+    prefixes: Sequence[SharedPrefix | None]  # of each slot; () if there are none
 
 
 @dataclass(frozen=True)
@@ -210,7 +217,12 @@ def _decode_group(
         ends[slot - first] = end
     ids, places = _ids(slots, device), _ids([cache.next_row for cache in caches], device)
     rows_seen = SeenRows(_ids(ends, device), max(seen), 1)
-    return DecodeGroup(pool, rows, ids, places, first, last, rows_seen)
+    prefixes: list[SharedPrefix | None] = []
+    if any(cache.prefix for cache in caches):
+        prefixes = [None] * (last - first)
+        for cache in caches:
+            prefixes[cache.slot - first] = cache.prefix
+    return DecodeGroup(pool, rows, ids, places, first, last, rows_seen, prefixes)
 
 
 def _prefill_rows(cache: SessionCache | WindowCache, start: int, n: int) -> PrefillRows:
@@ -262,7 +274,8 @@ def session_attention(
             segment.splice(place, q[:, own])
         keys, values = segment.cache.write(place, k[:, own], v[:, own])
         (output[own],) = attention(
-            q[None, :, own], keys[None], values[None], segment.seen, scaling, s_aux
+            *(q[None, :, own], keys[None], values[None], segment.seen, scaling, s_aux),
+            _before(place, [segment.cache.prefix]),
         )
         if segment.cache.shape.with_sums:
             sums = segment.cache.pool.sums[segment.cache.slot, place, :, : keys.shape[1]]
@@ -303,8 +316,15 @@ def _decode(
         rows[slots - group.first] = query.transpose(0, 1)
     if pool.shape.with_sums:
         _add_decode_mass(layer, group, rows, keys, scaling, sinks)
-    out = attention(rows[:, :, None], keys, values, group.seen, scaling, sinks)[:, 0]
+    before = _before(layer, group.prefixes)
+    out = attention(rows[:, :, None], keys, values, group.seen, scaling, sinks, before)[:, 0]
     return out if n == rows.shape[0] else out[slots - group.first]
+
+
+def _before(layer: int, prefixes: Sequence[SharedPrefix | None]) -> Sequence[RowsBefore | None]:
+    """Return the rows of each session's prefix in a layer; () if none has one."""
+    distinct = {id(each): each.layer(layer) for each in prefixes if each is not None}
+    return [distinct.get(id(each)) for each in prefixes] if distinct else ()
 
 
 def _add_decode_mass(

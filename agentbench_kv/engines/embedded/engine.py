@@ -75,6 +75,7 @@ class EmbeddedEngine(Engine):
         Capability.CONSTRAIN,
         Capability.LOGPROBS,
         Capability.PROTECT_SYSTEM,
+        Capability.SHARE_PREFIX,
         Capability.MEMORY_BLOCKS,
     }
 
@@ -91,7 +92,7 @@ class EmbeddedEngine(Engine):
         kv_dtype: str = "",
     ) -> None:
         self._model = model
-        self.wants_notes = method.protect == "system"
+        self.wants_notes = method.asks_for_system
         self._shape = cache_shape(model, method)
         self._mean_embedding: Tensor | None = None
         self._method = method

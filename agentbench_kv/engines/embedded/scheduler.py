@@ -24,6 +24,7 @@ from agentbench_kv.engines.embedded.attention import Packed, pack
 from agentbench_kv.engines.embedded.cache import CachePools
 from agentbench_kv.engines.embedded.model import LoadedModel, cache_shape
 from agentbench_kv.engines.embedded.observer import Observer
+from agentbench_kv.engines.embedded.prefixes import PREFIXES, PrefixStore
 from agentbench_kv.engines.embedded.quantization import on_write, read_kv_dtype
 from agentbench_kv.engines.embedded.session import EmbeddedSession, SessionPools, WindowPools
 from agentbench_kv.engines.sampling import Sampler, StreamedGeneration
@@ -102,6 +103,7 @@ class EmbeddedScheduler:
         max_live_tokens: int,
         recorder: Observer | None = None,
         kv_dtype: str = "",
+        prefixes: int = PREFIXES,
     ) -> None:
         self.times = StepTimes()
         self.max_live_tokens = max_live_tokens
@@ -109,6 +111,7 @@ class EmbeddedScheduler:
         self._method = method
         self._recorder = recorder
         self.pools = session_pools(model, method, kv_dtype)
+        self.prefixes = PrefixStore(prefixes)
         self._leaving: list[EmbeddedSession] = []
         self._work = threading.Condition()
         self._commands = CommandQueue(self._wake)
@@ -155,6 +158,9 @@ class EmbeddedScheduler:
         return session
 
     def submit(self, generation: EmbeddedGeneration) -> None:
+        # Who watches the attention of every row needs every row computed.
+        if self._recorder is None or type(self._recorder).on_attention is Observer.on_attention:
+            generation.session.name_prefix()
         with self._work:
             self._check()
             self._waiting.append(generation)
@@ -175,7 +181,7 @@ class EmbeddedScheduler:
     def _at_rest(self, session: EmbeddedSession, work: Callable[[], T], more: int) -> T:
         if any(g.session is session for g in (*self._running, *self._waiting)):
             raise KVBenchError(f"session {session.name} is generating")
-        held = self._held_by_others(session) + session.cache.length
+        held = self._held_by_others(session) + session.cache.held
         if more and held + more > self.max_live_tokens:
             raise CapacityError(
                 f"the KV cache holds {self.max_live_tokens} tokens and has no room for "
@@ -236,12 +242,15 @@ class EmbeddedScheduler:
                 if self._need(generation) > self.max_live_tokens:
                     self._refuse_first()
                     continue
-                if not self._fits(generation):
-                    return
-                generation.session.reserved = self._need(generation)
-                generation.session.begin_turn()
+                session = generation.session
+                while not self._fits(generation):
+                    if not self.prefixes.make_room(session):
+                        return
+                session.reserved = self._need(generation)
+                session.begin_turn()
                 self._running.append(generation)
                 self._waiting.popleft()
+                self.prefixes.admit(session)
 
     @contextmanager
     def _isolated(self, generation: EmbeddedGeneration) -> Iterator[None]:
@@ -277,23 +286,30 @@ class EmbeddedScheduler:
     def _held_by_others(self, session: EmbeddedSession) -> int:
         """Return the rows of all other sessions; what sessions at rest share counts once.
 
-        Whoever generates may have to move to a slot of its own, and counts in full.
+        Whoever generates may have to move to a slot of its own, and counts in full, but for a
+        prefix that it will leave as it is.
         """
         busy = {id(generation.session) for generation in self._running}
-        rows, at_rest = 0, dict[tuple[int, int], int]()
+        rows, at_rest = self.prefixes.rows, dict[tuple[int, int], int]()
         for other in self._sessions.values():
             if other is session:
                 continue
             if id(other) in busy or other.cache.slot < 0:
-                rows += other.reserved
+                rows += max(0, other.reserved - other.rows_elsewhere)
             else:
                 place = (id(other.cache.pool), other.cache.slot)
-                at_rest[place] = max(at_rest.get(place, 0), other.reserved)
+                held = other.reserved - other.cache.shared
+                at_rest[place] = max(at_rest.get(place, 0), held)
         return rows + sum(at_rest.values())
 
     def _fits(self, generation: EmbeddedGeneration) -> bool:
-        others = self._held_by_others(generation.session)
-        return others + self._need(generation) <= self.max_live_tokens
+        session = generation.session
+        need = self._need(generation) - self._found(session)
+        return self._held_by_others(session) + need <= self.max_live_tokens
+
+    def _found(self, session: EmbeddedSession) -> int:
+        """Return the rows of a session at rest that its prefix holds, and will."""
+        return self.prefixes.expected(session) if session.prefix_key else session.rows_elsewhere
 
     def _refuse_stuck(self) -> None:
         """Fail the first waiting generation if nothing that could free memory will come."""
@@ -333,12 +349,22 @@ class EmbeddedScheduler:
         """Choose the next forward's generations: all that decode, prefills while they fit."""
         batch: list[EmbeddedGeneration] = []
         room = STEP_TOKENS
-        for generation in self._running:
+        for generation in list(self._running):
+            if not self._has_prefix(generation):
+                continue
             rows = min(len(generation.session.pending), PREFILL_CHUNK)
             if rows == 1 or room >= rows or not batch:
                 batch.append(generation)
                 room -= rows
         return batch
+
+    def _has_prefix(self, generation: EmbeddedGeneration) -> bool:
+        """Whether a session may be fed, or has to wait for who computes its prefix."""
+        if generation.session.prefix_key is None:
+            return True
+        with self._isolated(generation):
+            return self.prefixes.admit(generation.session)
+        return False
 
     def _step(self, batch: list[EmbeddedGeneration]) -> None:
         started = time.perf_counter()
@@ -382,6 +408,7 @@ class EmbeddedScheduler:
         for generation, rows in zip(generations, packed.rows, strict=True):
             with self._isolated(generation):
                 generation.session.fed_rows(rows)
+                self._store_prefix(generation.session)
         found, last = [], -1
         for generation, own in zip(chosen, wanted, strict=True):
             last += len(own)
@@ -389,6 +416,15 @@ class EmbeddedScheduler:
                 generation.best += map(int, ids[last + 1 - len(own) : last + 1])
             found.append(Predicted(generation, logits[last], ids[last], values[last]))
         return [each for each in found if each.generation.session.broken is None]
+
+    def _store_prefix(self, session: EmbeddedSession) -> None:
+        if not self.prefixes.take(session):
+            return
+        # A prefix that sessions copy is held besides what they were admitted with.
+        own = session.reserved - session.rows_elsewhere
+        while self._held_by_others(session) + own > self.max_live_tokens:
+            if not self.prefixes.make_room(session):
+                break
 
     def _advance(self, predicted: Predicted) -> None:
         """Sample one token for a session whose pending tokens are all fed; run due events."""

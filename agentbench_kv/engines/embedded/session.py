@@ -8,6 +8,7 @@ from copy import copy
 from dataclasses import dataclass
 from itertools import islice
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,9 +16,14 @@ from agentbench_kv.engines.base import KVStats, PhaseLabeller
 from agentbench_kv.engines.core.kv_dtype import KVDtype
 from agentbench_kv.engines.core.ledger import Eviction, SessionLedger, WindowBytes
 from agentbench_kv.engines.core.rings import QueryBuffer, QueryStore
-from agentbench_kv.engines.embedded.cache import CachePools, SessionCache, WindowCache
+from agentbench_kv.engines.embedded.cache import (
+    CachePools,
+    SessionCache,
+    SharedPrefix,
+    WindowCache,
+)
 from agentbench_kv.engines.embedded.memory import SessionMemory
-from agentbench_kv.engines.embedded.observer import Observer
+from agentbench_kv.engines.embedded.observer import FedRows, Observer
 from agentbench_kv.engines.embedded.quantization import settle
 from agentbench_kv.errors import KVBenchError
 from agentbench_kv.methods.base import Method, Phase
@@ -93,6 +99,10 @@ class EmbeddedSession:
         self.reserved = 0  # rows it may come to hold, for the scheduler
         self.broken: BaseException | None = None
         self.memory: SessionMemory | None = None
+        # Tokens and phases of the system message, until its rows are there; None: none is shared.
+        self.prefix_key: bytes | None = None
+        self.prefix_tokens = 0
+        self.computes_prefix = False  # for the sessions that need it, too
         self._settled = (0, 0)  # rows whose keys, and values, KIVI has quantised
         self._next = 0
         self._phases: list[int] = []
@@ -145,6 +155,55 @@ class EmbeddedSession:
         self.ledger.begin_turn(self.prompt_pending)
         self.prompt_pending = 0
 
+    def name_prefix(self) -> None:
+        """Say what a session that is about to begin has to share, if it begins so."""
+        count, self.prefix_key = self.ledger.system, None
+        if self.method.prefix == "own" or self.fed or not 0 < count < len(self.pending):
+            return
+        first = list(islice(self.pending, count))
+        self.prefix_key = np.array(first, np.int64).tobytes()
+        self.prefix_tokens = count
+
+    @property
+    def rows_elsewhere(self) -> int:
+        """Rows that a prefix holds for it, or will, and that it will never have to copy."""
+        rows = self.cache.shared
+        if self.prefix_key is not None and not self.computes_prefix:
+            rows = self.prefix_tokens
+        return rows if self.leaves_prefix(rows) else 0
+
+    def leaves_prefix(self, rows: int) -> bool:
+        """Whether nothing that falls due will change so many first rows."""
+        form, method = self._pools.kv_dtype, self.method
+        if self.cache.shape.with_sums or method.positions == "cache" or (form and form.residual):
+            return False
+        return not method.compresses or self.ledger.protects(rows)
+
+    def begin_with(self, stored: StoredPrefix) -> None:
+        """Go on from a prefix that the session begins with, as if it had been fed."""
+        first = [self.pending.popleft() for _ in range(stored.rows)]
+        if self._recorder is not None:
+            tokens, phases = ([int(part) for part in parts] for parts in zip(*first, strict=True))
+            self._recorder.on_rows(FedRows(self.name, 0, tokens, phases, [False] * len(tokens)))
+        self.free()
+        self._follow(stored.state)
+        if stored.prefix is not None:
+            self.cache.stand_behind(stored.prefix)
+        self.ledger.find(stored.rows, 0 if stored.prefix is None else stored.rows)
+        self.prefix_key = None
+
+    def leave_prefix(self) -> StoredPrefix:
+        """Hand over what was fed, and go on behind it."""
+        state = self.fork("", self.labeller)
+        state.pending.clear()
+        prefix = None
+        if not self.cache.shape.with_sums:
+            prefix = SharedPrefix(state.cache)
+            self.cache.stand_behind(prefix)
+            self.ledger.stats.shared = prefix.rows
+        self.prefix_key, self.computes_prefix = None, False
+        return StoredPrefix(state, prefix)
+
     @property
     def positions_taken(self) -> int:
         """RoPE positions before the session's own, which a memory's rows have."""
@@ -153,6 +212,8 @@ class EmbeddedSession:
     def take(self, limit: int) -> None:
         """Make the next pending tokens the chunk, with room for their rows and queries."""
         rows = min(limit, len(self.pending))
+        if self.computes_prefix:
+            rows = min(rows, self.prefix_tokens - self.fed)
         if self.memory is not None and self.memory.due:
             self.cache.own()  # its first rows are written anew
         self.cache.reserve(rows)
@@ -222,7 +283,7 @@ class EmbeddedSession:
                 f"{self.method.label} kept {kept} rows, its budget is {eviction.keep}"
             )
         if self._recorder is not None:
-            live = self.cache.positions[:, :, : eviction.live]
+            live = self.cache.row_positions()
             self._recorder.on_selection(self.name, eviction.logical, live, selection)
         self.ledger.moved(-1, self.cache.keep(selection.kept, self.packed_frequencies))
         self.rows_changed(eviction.live)
@@ -238,13 +299,13 @@ class EmbeddedSession:
 
     def rows_changed(self, before: int) -> None:
         """Follow rows that left, or came back to, a cache of `before` tokens."""
-        live = self.cache.length
         if self.packed_frequencies is not None:
             # The end of the cache is another position now: the kept queries turn along.
-            self.queries.shift(live - before, self.packed_frequencies)
-            self._turn_window(live - before)
+            by = self.cache.length - before
+            self.queries.shift(by, self.packed_frequencies)
+            self._turn_window(by)
         if self._recorder is not None:
-            self._recorder.on_event(self.name, self.fed, self.cache.positions[:, :, :live].clone())
+            self._recorder.on_event(self.name, self.fed, self.cache.row_positions().clone())
 
     def _turn_window(self, by: int) -> None:
         """Turn the rows of a window along where the next RoPE position jumps by so many."""
@@ -275,7 +336,7 @@ class EmbeddedSession:
         cache, gone = self.cache, self.fed - length
         if self.window is not None:
             self.window.rewind(length)
-        kept = (cache.positions[0, 0, : cache.length] < length).nonzero()[:, 0]
+        kept = (cache.row_positions()[0, 0] < length).nonzero()[:, 0]
         if not len(kept) or int(kept[-1]) == len(kept) - 1:
             cache.cut(len(kept))
         else:  # a block that came back lies behind rows that go
@@ -290,17 +351,22 @@ class EmbeddedSession:
     def fork(self, name: str, labeller: PhaseLabeller) -> EmbeddedSession:
         """Return a session that goes on from here. Rows are shared, kept queries are copied."""
         new = EmbeddedSession(name, labeller, self.method, self._pools, self._recorder)
-        new.cache.share(self.cache)
-        if new.window is not None and self.window is not None:
-            new.window.share(self.window)
-        new.queries, new.ledger = self.queries.fork(), self.ledger.fork()
+        new._follow(self)
+        new.ledger = self.ledger.fork()
         new.pending, new.prompt_pending = self.pending.copy(), self.prompt_pending
-        new.generated, new.rope = self.generated.copy(), self.rope.copy()
-        new._next, new._phases = self._next, self._phases.copy()
-        new._settled = self._settled
         new.reserved = new.cache.length
         new.memory = copy(self.memory)
         return new
+
+    def _follow(self, source: EmbeddedSession) -> None:
+        """Take over what another session, at rest, has read: its rows are shared."""
+        self.cache.share(source.cache)
+        if self.window is not None and source.window is not None:
+            self.window.share(source.window)
+        self.queries = source.queries.fork()
+        self.generated, self.rope = source.generated.copy(), source.rope.copy()
+        self._next, self._phases = source._next, source._phases.copy()
+        self._settled = source._settled
 
     def free(self) -> None:
         for cache in (self.cache, self.window):
@@ -312,3 +378,30 @@ class EmbeddedSession:
         snapshot = self.ledger.snapshot()
         snapshot.logical, snapshot.live = self.logical, self.cache.length
         return snapshot
+
+
+@dataclass
+class StoredPrefix:
+    """A session that was fed a prefix and nothing else: the beginning of others."""
+
+    state: EmbeddedSession
+    # Its rows, if sessions can stand behind them; without, they are copied as a fork copies them.
+    prefix: SharedPrefix | None
+
+    def __post_init__(self) -> None:
+        self.rows = self.state.fed
+
+    @property
+    def rows_in_use(self) -> bool:
+        """Whether sessions read its rows."""
+        return self.prefix is not None and self.prefix.readers > 0
+
+    def free(self) -> None:
+        """Give it up: its rows go with the last session that reads them."""
+        if self.prefix is None:
+            self.state.free()
+            return
+        self.prefix.give_up()
+        if self.state.window is not None:
+            self.state.window.free()
+        self.state.queries.free()

@@ -21,8 +21,7 @@ from agentbench_kv.methods.spans import Block, SpanRange, check_whole_tokens, wi
 
 
 def save_block(session: EmbeddedSession, start: int, end: int) -> Block:
-    check_whole_tokens(session.method)
-    cache = session.cache
+    cache = _cache_of(session)
     rows = _marked(cache, [(start, end)]).nonzero()[:, 0]
     if start >= end or _labels(cache)[rows].tolist() != list(range(start, end)):
         raise UsageError(
@@ -38,17 +37,17 @@ def save_block(session: EmbeddedSession, start: int, end: int) -> Block:
 
 
 def evict_spans(session: EmbeddedSession, spans: Sequence[SpanRange]) -> int:
-    check_whole_tokens(session.method)
-    before = session.cache.length
-    kept = (~_marked(session.cache, spans)).nonzero()[:, 0]
+    cache = _cache_of(session)
+    before = cache.length
+    kept = (~_marked(cache, spans)).nonzero()[:, 0]
     if len(kept) < before:
         session.evict(kept)
     return before - len(kept)
 
 
 def restore_block(session: EmbeddedSession, block: Block, at: int | None = None) -> None:
-    check_whole_tokens(session.method)
-    cache, before = session.cache, session.cache.length
+    cache = _cache_of(session)
+    before = cache.length
     if block.end > session.fed or bool(_marked(cache, [(block.start, block.end)]).any()):
         raise UsageError(
             f"cannot restore positions {block.start} to {block.end} of session {session.name}: "
@@ -86,9 +85,17 @@ def span_attention(
     session: EmbeddedSession, spans: Sequence[SpanRange], layers: Sequence[int], decay: float
 ) -> list[float]:
     cache = session.cache
+    cache.take_in()
     queries = session.queries.layer_queries(cache.shape.layers)
     keys = cache.keys[:, :, : cache.length].unbind()
     return rings.span_attention(queries, keys, _labels(cache), spans, layers, decay)
+
+
+def _cache_of(session: EmbeddedSession) -> SessionCache:
+    """Return the cache of a session whose spans may come and go, with all rows in one slot."""
+    check_whole_tokens(session.method)
+    session.cache.take_in()
+    return session.cache
 
 
 def _labels(cache: SessionCache) -> Tensor:

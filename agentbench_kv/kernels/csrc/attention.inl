@@ -69,6 +69,7 @@ class AttendBlock {
         length_(job.lengths[p.session]),
         keys_(rows_of(job.keys, {}, p)),
         values_(rows_of(job.values, {}, p)),
+        before_(job.before ? job.before[p.session] : kvb_before{}),
         depth_(job.head_dim / Kind::CHANNELS),
         width_(ceil_div(job.head_dim, LANES)),
         direct_(job.head_dim % LANES == 0 &&
@@ -99,8 +100,9 @@ class AttendBlock {
     // Tiles begin at the same rows whatever else is in the block: sums do not depend on it.
     for (int64_t first = begin - begin % SEEN; first < end; first += SEEN) {
       const int64_t count = smaller(SEEN, end - first);
-      const char* row = keys_.at(first);
-      for (int64_t k = 0; k < count; ++k) pointers_[k] = key_row(row + k * keys_.row, k);
+      for (int64_t k = 0; k < count; ++k) {
+        pointers_[k] = key_row(row_at(before_.keys, keys_, first + k), k);
+      }
       lay_values(first, count);
       for (int64_t s = 0; s < strips_; ++s) {
         if (first < state_[s].end && first + count > state_[s].begin) take_tile(s, first, count);
@@ -110,6 +112,11 @@ class AttendBlock {
   }
 
  private:
+  const char* row_at(const char* shared, const Rows& own, int64_t index) const {
+    if (index >= before_.rows) return own.at(index - before_.rows);
+    return shared + place_.head * before_.head + index * job_.head_dim * size_of(job_.dtype);
+  }
+
   int64_t query_of_row(int64_t row) const { return row / job_.group; }
   int64_t head_of_row(int64_t row) const { return place_.head * job_.group + row % job_.group; }
   int64_t end_of_row(int64_t row) const { return length_ - job_.n + query_of_row(row) + 1; }
@@ -168,18 +175,17 @@ class AttendBlock {
 
   // A tile's values: as many rows together as a step takes, filled up with zeros.
   void lay_values(int64_t first, int64_t count) {
-    const char* row = values_.at(first);
-    const int64_t step = values_.row;
+    auto row = [&](int64_t k) { return row_at(before_.values, values_, first + k); };
     Query* to = tile_.get();
     int64_t k = 0;
     if (direct_) {
       for (; k + Kind::CHANNELS <= count; k += Kind::CHANNELS, to += width_) {
-        Kind::together(row + k * step, row + (k + 1) * step, width_, to);
+        Kind::together(row(k), row(k + 1), width_, to);
       }
     }
     for (; k < count; k += Kind::CHANNELS, to += width_) {
-      fill_row(row + k * step, row_.get());
-      fill_row(k + 1 < count ? row + (k + 1) * step : nullptr, row_.get() + width_ * LANES);
+      fill_row(row(k), row_.get());
+      fill_row(k + 1 < count ? row(k + 1) : nullptr, row_.get() + width_ * LANES);
       Kind::together(row_.get(), row_.get() + width_ * LANES, width_, to);
     }
   }
@@ -280,6 +286,7 @@ class AttendBlock {
   Place place_;
   int64_t length_;
   Rows keys_, values_;
+  kvb_before before_;
   int64_t depth_, width_;
   bool direct_;  // rows of values are whole vectors of `Kind`
   int64_t strips_;

@@ -69,6 +69,13 @@ typedef struct {
 int64_t kvb_attention_mass_workspace(const kvb_mass* job);
 int kvb_attention_mass(const kvb_mass* job, int32_t threads, void* stream);
 
+// The first rows of a session, which others read too: row after row of each head.
+typedef struct {
+  const char *keys, *values;
+  int64_t head;  // bytes from head to head
+  int64_t rows;
+} kvb_before;
+
 typedef struct {
   const void* queries;  // of every session, query head and query; strides in bytes
   int64_t query_session, query_head, query_row;
@@ -81,6 +88,7 @@ typedef struct {
   int64_t length;          // the longest
   int64_t window;          // rows that a query sees, its own included; 0: all before it
   const float* sinks;      // [heads * group] logits beside the rows' own; NULL: none
+  const kvb_before* before;  // [sessions], counted in `lengths`; `keys` begin behind. NULL: none
   float scale;
 } kvb_attend;
 

@@ -102,6 +102,7 @@ class DropMethod(Method):
     sinks: int = 0
     keep_recent: int = 0
     protect: str = "none"
+    prefix: str = "own"
     chunk: int = 1
     positions: str = "logical"
     summary_tokens: int = (

@@ -23,5 +23,6 @@ class Memory(Method):
     sinks: int = 0
     keep_recent: int = 0
     protect: str = "none"
+    prefix: str = "own"
     chunk: int = 1
     positions: str = "logical"

@@ -25,6 +25,11 @@ AUXILIARY = (
     "auxiliary: requests that the method makes of the model by itself, and tokens that those read "
     "and generated, mean of a session; peak live counts what they hold, the other figures do not"
 )
+SHARED = (
+    "of them cached: prompt tokens that a prefix common to several sessions had already, mean of a "
+    "session; shared: its first tokens whose rows are held once for all of them, median session; "
+    "peak live counts them in every session"
+)
 
 SPEEDS = (
     f"speed: a run is one measurement; intervals and ratios from {REPETITIONS} runs served alike, "
@@ -58,8 +63,13 @@ def _efficiency(setting: Setting, runs: Sequence[Run]) -> Table:
         rows.append(Row((*map(Cell, texts), *map(Cell, values)), run.reason))
     columns = (*map(Column, ("method", "budget", *["seed"] * several)), *figures)
     what = "KV memory and traffic"
-    legend = (*COSTS, *[AUXILIARY] * any(run.summary.asks for run in runs))
+    asks = any(run.summary.asks for run in runs)
+    legend = (*COSTS, *[AUXILIARY] * asks, *[SHARED] * _share(runs))
     return setting_table(Kind.EFFICIENCY, what, setting, columns, rows, legend=legend)
+
+
+def _share(runs: Sequence[Run]) -> bool:
+    return any(run.summary.kv and run.summary.kv.median_shared for run in runs)
 
 
 def _costs(runs: Sequence[Run]) -> dict[Column, Value]:
@@ -86,6 +96,10 @@ def _costs(runs: Sequence[Run]) -> dict[Column, Value]:
             return None
         return Budget.parse(budget).at(round(account.median_logical)) - account.median_protected
 
+    common: dict[Column, Value] = {
+        Column("of them cached", Unit.TOKENS): kv(lambda a: a.cached_tokens, shared=True),
+        Column("shared", Unit.TOKENS): kv(lambda a: a.median_shared),
+    }
     protects = any(run.summary.kv and run.summary.kv.median_protected for run in runs)
     auxiliary: dict[Column, Value] = {
         Column("auxiliary calls", Unit.RATIO): kv(lambda a: a.auxiliary_calls, shared=True),
@@ -104,6 +118,7 @@ def _costs(runs: Sequence[Run]) -> dict[Column, Value]:
         Column("mean decode KV", Unit.TOKENS): kv(lambda a: a.mean_decode_kv),
         Column("KV read MB", Unit.MEGABYTES): kv(lambda a: a.bytes_read / 1e6, shared=True),
         Column("prefilled", Unit.TOKENS): kv(lambda a: a.prefill_tokens, shared=True),
+        **(common if _share(runs) else {}),
         Column("restored", Unit.TOKENS): kv(lambda a: a.restored, shared=True),
         **(auxiliary if any(run.summary.asks for run in runs) else {}),
         Column("events", Unit.RATIO): kv(lambda a: a.events, shared=True),

@@ -1,0 +1,157 @@
+"""What a shared prefix saves: sessions with one system message, with and without `prefix=shared`.
+
+    python benchmarks/shared_prefix.py [--sessions 16] [--system 2048] [--repeats 9]
+
+All sessions of an arm begin at once on the embedded engine, each with the system message and a
+prompt of its own, and decode until an event has fallen due. Arms are measured in rotated order;
+ratios are paired by repetition, to the arm of the same method whose sessions hold their own rows.
+Tokens, events and kept rows must be equal to that arm's. `--model` is a folder or `micro`;
+`--layers N` instead takes a Qwen3 with random weights and so many layers of Qwen3-0.6B's shape.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from agentbench_kv.conformance.driver import TraceRecorder
+from agentbench_kv.engines.base import Sampling
+from agentbench_kv.engines.embedded.engine import EmbeddedEngine
+from agentbench_kv.engines.embedded.model import LoadedModel, load_model, wrap_model
+from agentbench_kv.methods.base import Method, Phase
+from agentbench_kv.methods.spans import TurnNotes
+from agentbench_kv.registry import make_method
+
+PROMPT, ANSWER = 64, 160  # tokens of a session's own
+ROOM = 160  # rows of the budget beyond the system message
+
+
+class ByNumber:
+    """Labels tokens by their ids, so that every ring is written."""
+
+    def label(self, token: int) -> Phase:
+        return Phase(token % 4)
+
+
+def random_model(layers: int) -> LoadedModel:
+    torch.manual_seed(0)
+    shape: dict[str, Any] = {
+        "vocab_size": 4096, "hidden_size": 1024, "intermediate_size": 3072,
+        "num_hidden_layers": layers, "num_attention_heads": 16, "num_key_value_heads": 8,
+        "head_dim": 128, "max_position_embeddings": 40960, "eos_token_id": None,
+    }  # fmt: skip
+    network = Qwen3ForCausalLM(Qwen3Config(**shape)).eval()
+    with torch.no_grad():
+        for parameter in network.parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(3)  # logits far enough apart
+    return wrap_model(network, Path(), "random")
+
+
+def play(
+    model: LoadedModel, method: Method, sessions: int, system: list[int]
+) -> tuple[dict[str, float], list[Any]]:
+    """Return figures of an arm, and what its sessions did."""
+    seen = TraceRecorder()
+    engine = EmbeddedEngine(model, method, max_live_tokens=1 << 24, recorder=seen)
+    rng, said, firsts = random.Random(2), dict[str, list[int]](), dict[str, float]()
+    names = [str(number) for number in range(sessions)]
+    for name in names:
+        prompt = system + [rng.randrange(5, 400) for _ in range(PROMPT)]
+        engine.open(name, ByNumber())
+        engine.note(name, prompt, TurnNotes([], system=len(system)))
+        engine.extend(name, prompt, [ByNumber().label(token) for token in prompt])
+
+    def answer(name: str) -> None:
+        generation = engine.generate(name, Sampling(max_tokens=ANSWER))
+        said[name] = list(generation)
+        firsts[name] = generation.first_token_s or 0.0
+
+    threads = [Thread(target=answer, args=(name,)) for name in names]
+    started = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    wall = time.perf_counter() - started
+    stats = [engine.stats(name) for name in names]
+    pools = engine._scheduler.pools.full._pools.values()
+    used = sum(pool.capacity * len(pool._users) for pool in pools) * engine.bytes_per_token
+    found = {
+        "ttft_s": statistics.median(firsts.values()), "worst_ttft_s": max(firsts.values()),
+        "wall_s": wall, "used_mb": used / 1e6, "pool_mb": engine.pool_bytes / 1e6,
+        "prefilled": sum(each.prefill_tokens - each.cached_tokens for each in stats),
+        "events": sum(len(each.events) for each in stats),
+    }  # fmt: skip
+    did = [
+        (said[name], [event.kept.sort(-1).values.tolist() for event in seen.events[name]])
+        for name in names
+    ]
+    engine.shutdown()
+    return found, did
+
+
+def arms(system: int) -> dict[str, Method]:
+    budget = system + ROOM
+    return {
+        f"{name} {prefix}": make_method(name, size, {"prefix": prefix})
+        for prefix in ("shared", "own")
+        for name, size in (("full", None), ("agentkv@system", budget))
+    }
+
+
+def main() -> None:
+    """Read the options, measure, print a table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sessions", type=int, default=16)
+    parser.add_argument("--system", type=int, default=2048)
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--model", default="micro")
+    parser.add_argument("--layers", type=int, default=0)
+    options = parser.parse_args()
+    model = (
+        random_model(options.layers)
+        if options.layers
+        else load_model(options.model, "float32", "cpu")
+    )
+    rng = random.Random(1)
+    system = [rng.randrange(5, 400) for _ in range(options.system)]
+    chosen = arms(options.system)
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in chosen}
+    for repeat in range(options.repeats):
+        order = list(chosen)[repeat % len(chosen) :] + list(chosen)[: repeat % len(chosen)]
+        did = {}
+        for name in order:
+            figures, did[name] = play(model, chosen[name], options.sessions, system)
+            found[name].append(figures)
+            print(
+                repeat, name, {key: round(value, 3) for key, value in figures.items()}, flush=True
+            )
+        for name in ("full", "agentkv@system"):
+            same = did[f"{name} own"] == did[f"{name} shared"]
+            print(
+                repeat, name, "tokens, events, kept rows", "equal" if same else "DIFFER", flush=True
+            )
+    print(f"{options.sessions} sessions, a system message of {options.system} tokens, medians of "
+          f"{options.repeats}; ratios to `own` paired by repetition")  # fmt: skip
+    for name, rows in found.items():
+        line = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
+        base = found.get(f"{name.split()[0]} own", rows)
+        ratios = {
+            key: statistics.median(a[key] / b[key] for a, b in zip(rows, base, strict=True))
+            for key in ("ttft_s", "wall_s", "used_mb")
+        }
+        print(f"{name:22}", {k: round(v, 3) for k, v in line.items()},
+              "x", {k: round(v, 3) for k, v in ratios.items()})  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
