@@ -93,7 +93,7 @@ def test_a_quantised_run_is_counted_in_its_bytes_and_is_nobodys_full(
     ("arguments", "message"),
     [
         (["--kv-dtype", "int3"], "--kv-dtype int3: engine 'embedded' has no such rows"),
-        (["--kv-dtype", "q8_0", "--engine", "llamacpp"], "it knows: none but the dtype"),
+        (["--kv-dtype", "int8", "--engine", "llamacpp"], "it knows: q8_0, q4_0"),
         (["--kv-dtype", "kivi2", "--method", "agentkv", "--budget", "64"], "KIVI's keys share"),
         (
             ["--kv-dtype", "int8", "--method", "streamingllm@paper", "--budget", "64"],

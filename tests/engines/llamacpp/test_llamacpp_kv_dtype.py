@@ -17,6 +17,7 @@ from agentbench_kv.run.exact_calls import exact_calls
 from agentbench_kv.run.recordings import Recording, record_gold
 
 FULL = make_method("full", None)
+CELLS = 1536
 BITS = {"": 32.0, "q8_0": 8.5, "q4_0": 4.5}  # a value takes, with its share of a block's scale
 
 
@@ -50,7 +51,7 @@ def engines(llamacpp_python: Path) -> Iterator[dict[str, Engine]]:  # noqa: ARG0
     made: dict[str, Engine] = {}
     for kv_dtype in BITS:
         options = EngineOptions(
-            "micro", FULL, kv_dtype=kv_dtype, concurrency=2, max_live_tokens=4096
+            "micro", FULL, kv_dtype=kv_dtype, concurrency=2, max_live_tokens=CELLS
         )
         made[kv_dtype] = LlamaCppEngine.create(options)
     yield made
@@ -68,12 +69,12 @@ def _best(engine: Engine, recording: Recording, park: bool = False) -> list[int]
         generation = engine.force("s", [token for token, _ in turn.answer], predict=True)
         assert len(list(generation)) == len(generation.best)
         best += generation.best
-        if park:  # the cells are needed by another session meanwhile
-            name = f"other{number}"
-            engine.open(name, TokenPhases())
-            engine.extend(name, [20 + number] * 3600, [phases[0]] * 3600)
-            list(engine.generate(name, Sampling(max_tokens=2)))
-            engine.close(name)
+        if park and not number:  # the cells are needed by another session meanwhile
+            many = CELLS - 200
+            engine.open("other", TokenPhases())
+            engine.extend("other", [20] * many, [phases[0]] * many)
+            list(engine.generate("other", Sampling(max_tokens=2)))
+            engine.close("other")
     engine.close("s")
     return best
 
