@@ -289,6 +289,8 @@ MANAGED = {
 }
 # Where a format names its parser, and what reads.
 ORACLES = {"sglang": (1, SGLANG, READ_SGLANG), "vllm": (2, VLLM, READ_VLLM)}
+# What an unpacked wheel's parsers import and no stand-in can be.
+NEEDED = {"sglang": ("orjson", "partial_json_parser"), "vllm": ("partial_json_parser",)}
 UNPACKED = "KVBENCH_PARSERS"  # environment variable: folder with unpacked wheels
 SIZES = (None, 1, 3, 7)  # tokens of a piece; None: not streamed
 # Whose streams are not what it reads at once; docs/models.md says why each is its mistake.
@@ -332,11 +334,8 @@ def oracle(server: str) -> tuple[Path, str]:
         folder = Path(os.environ.get(UNPACKED, "")) / server
         if UNPACKED not in os.environ or not (folder / server).is_dir():
             pytest.skip(f"{error}; or unpack its wheel into {UNPACKED}/{server}")
-        if (
-            server == "sglang"
-            and (find_spec("orjson") and find_spec("partial_json_parser")) is None
-        ):
-            pytest.skip("SGLang's detectors need pip install orjson partial-json-parser")
+        if lacking := [name for name in NEEDED[server] if find_spec(name) is None]:
+            pytest.skip(f"{server}'s parsers need {' and '.join(lacking)} (pip install)")
         python = Path(sys.executable)
         before = BARE.format(here=str(Path(__file__).parent), server=server, folder=str(folder))
     return python, FRAME.format(imports=f"{before}\n{imports}", read=read_calls)
