@@ -11,7 +11,6 @@ own. Prints the largest difference of each figure, session by session and over a
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,19 +20,18 @@ from typing import Any
 
 import numpy as np
 import torch
+from real_options import chosen_arms, sessions_done, shared_options
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from agentbench_kv.analysis.fidelity import compare
 from agentbench_kv.analysis.traces import CacheEvent
-from agentbench_kv.budget import Budget
 from agentbench_kv.conformance.driver import SessionTrace
 from agentbench_kv.conformance.reference import reference_logits, visible
 from agentbench_kv.engines.embedded.forced import ForcedPlay
 from agentbench_kv.engines.embedded.model import LoadedModel, load_model
 from agentbench_kv.engines.embedded.observer import Observer
 from agentbench_kv.methods.base import Method
-from agentbench_kv.run.fidelity import fidelity_arms
 from agentbench_kv.run.recordings import Recording, record_file
 
 FIGURES = ("kl", "dnll", "top1")
@@ -116,27 +114,17 @@ def logprobs(
 
 def main() -> None:
     """Compare both, session by session."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = shared_options(__doc__)
     parser.add_argument("file", type=Path)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--tool-syntax", default="auto")
-    parser.add_argument("--method", action="append", required=True)
-    parser.add_argument("--budget", action="append", required=True)
-    parser.add_argument("--set", action="append", default=[], dest="pairs")
     parser.add_argument("--limit", type=int, default=10)
     parser.add_argument("--most", type=int, default=3000, help="tokens of a session; more: left")
-    parser.add_argument("--out", type=Path, required=True, help="a line a session and method")
     given = parser.parse_args()
-    settings = dict(pair.split("=", 1) for pair in given.pairs)
-    arms = fidelity_arms(given.method, [Budget.parse(each) for each in given.budget], settings)
+    arms = chosen_arms(given)
     specs = [arm.spec(given.model, "oracle", "float32", "cpu") for arm in arms]
     methods = [spec.built_method for spec in specs]
     loaded = load_model(given.model, "float32", "cpu")
     plain = AutoModelForCausalLM.from_pretrained(loaded.path, dtype=torch.float32)
-    lines = given.out.read_text().splitlines() if given.out.exists() else []
-    done = {json.loads(line)["session"] for line in lines}
+    done = sessions_done(given.out)
     for recording in record_file(given.file, given.model, None, given.tool_syntax):
         if len(done) >= given.limit:
             break

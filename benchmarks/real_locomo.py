@@ -13,16 +13,15 @@ One line of JSON for each conversation and arm; what is there already is not ask
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+from real_options import asking_options, chosen_arms, sessions_done
 from real_probes import Others, Reader, recorded
 
 from agentbench_kv.adapters.locomo.data import Dialogue, Question, load
@@ -30,13 +29,12 @@ from agentbench_kv.adapters.locomo.figures import marks
 from agentbench_kv.adapters.locomo.task import ask, history
 from agentbench_kv.adapters.probe.locomo import READ
 from agentbench_kv.adapters.probe.session import ChatSession
-from agentbench_kv.budget import Budget
 from agentbench_kv.engines.embedded.forced import ForcedPlay, Labelled
 from agentbench_kv.engines.embedded.model import LoadedModel, load_model
 from agentbench_kv.engines.embedded.scheduler import session_pools
 from agentbench_kv.engines.embedded.session import EmbeddedSession
 from agentbench_kv.methods.full import Full
-from agentbench_kv.run.fidelity import FidelityArm, fidelity_arms
+from agentbench_kv.run.fidelity import FidelityArm
 from agentbench_kv.run.recordings import RecordedTurn, Recording
 
 AT_ONCE = 4  # questions: 32,768 rows of a 0.5B model are 0.4 GB, and every fork copies them
@@ -134,25 +132,13 @@ def record(
 
 def main() -> None:
     """Ask what is missing."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--tool-syntax", default="auto")
-    parser.add_argument("--method", action="append", required=True)
-    parser.add_argument("--budget", action="append", required=True)
-    parser.add_argument("--set", action="append", default=[], dest="pairs")
-    parser.add_argument("--questions", type=int, default=30)
-    parser.add_argument("--answer-tokens", type=int, default=32)
+    parser = asking_options(__doc__, questions=30)
     parser.add_argument("--limit", type=int, help="conversations")
-    parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
-    settings = dict(pair.split("=", 1) for pair in given.pairs)
-    arms = fidelity_arms(given.method, [Budget.parse(each) for each in given.budget], settings)
+    arms = chosen_arms(given)
     model = load_model(given.model, "bfloat16", "auto")
     reader = Reader(model, given.answer_tokens, AT_ONCE)
-    lines = given.out.read_text().splitlines() if given.out.exists() else []
-    done = {json.loads(line)["session"] for line in lines}
+    done = sessions_done(given.out)
     for dialogue in list(load().conversations.values())[: given.limit]:
         if dialogue.id in done:
             continue

@@ -14,7 +14,6 @@ leaves out questions about the first prompt, which would have to be read again f
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 import time
@@ -24,12 +23,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from real_options import asking_options, chosen_arms, sessions_done
 
 from agentbench_kv.adapters.probe.asking import without
 from agentbench_kv.adapters.probe.questions import Probe, make_probes
 from agentbench_kv.adapters.probe.session import ChatSession, read_sessions
 from agentbench_kv.adapters.probe.values import contains, is_exact
-from agentbench_kv.budget import Budget
 from agentbench_kv.engines.embedded.attention import pack
 from agentbench_kv.engines.embedded.forced import ForcedPlay, Labelled
 from agentbench_kv.engines.embedded.model import LoadedModel, load_model
@@ -38,7 +37,7 @@ from agentbench_kv.engines.embedded.session import EmbeddedSession
 from agentbench_kv.methods.base import Phase
 from agentbench_kv.methods.full import Full
 from agentbench_kv.phases.tokens import TokenCodec, load_tokenizer
-from agentbench_kv.run.fidelity import FidelityArm, fidelity_arms
+from agentbench_kv.run.fidelity import FidelityArm
 from agentbench_kv.run.recordings import RecordedTurn, Recording, record_file
 
 
@@ -251,28 +250,16 @@ def record(
 
 def main() -> None:
     """Ask what is missing."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = asking_options(__doc__, questions=4)
     parser.add_argument("file", type=Path)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--tool-syntax", default="auto")
-    parser.add_argument("--method", action="append", required=True)
-    parser.add_argument("--budget", action="append", required=True)
-    parser.add_argument("--set", action="append", default=[], dest="pairs")
-    parser.add_argument("--questions", type=int, default=4)
-    parser.add_argument("--answer-tokens", type=int, default=32)
     parser.add_argument("--limit", type=int)
     parser.add_argument("--minutes", type=float, default=1e9, help="start no session after so many")
-    parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
-    settings = dict(pair.split("=", 1) for pair in given.pairs)
-    arms = fidelity_arms(given.method, [Budget.parse(each) for each in given.budget], settings)
+    arms = chosen_arms(given)
     model = load_model(given.model, "bfloat16", "auto")
     until = time.monotonic() + 60 * given.minutes
     reader = Reader(model, given.answer_tokens)
-    lines = given.out.read_text().splitlines() if given.out.exists() else []
-    done = {json.loads(line)["session"] for line in lines}
+    done = sessions_done(given.out)
     for session in list(read_sessions(given.file))[: given.limit]:
         if session.id in done or time.monotonic() > until:
             continue

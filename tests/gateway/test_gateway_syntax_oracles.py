@@ -265,17 +265,21 @@ def read(how, text, size):
         found = parser.extract_tool_calls(text, request).tool_calls
         return [(each.function.name, each.function.arguments) for each in found]
     calls, ids = {}, []
-    for past, seen in pieces(text, size):
-        new = tokenizer.encode(seen[len(past) :], add_special_tokens=False)
-        delta = parser.extract_tool_calls_streaming(
-            past, seen, seen[len(past) :], ids, ids + new, new, request
-        )
-        ids = ids + new
+    def take(delta):
         for each in (delta and delta.tool_calls) or ():
             call = calls.setdefault(each.index, ["", ""])
             call[0] += each.function.name or ""
             call[1] += each.function.arguments or ""
-    if calls:  # what its server sends behind the last piece
+    for past, seen in pieces(text, size):
+        new = tokenizer.encode(seen[len(past) :], add_special_tokens=False)
+        take(parser.extract_tool_calls_streaming(
+            past, seen, seen[len(past) :], ids, ids + new, new, request
+        ))
+        ids = ids + new
+    # What its server sends behind the last piece.
+    if hasattr(parser, "finish_streaming"):
+        take(parser.finish_streaming())
+    if calls:
         calls[max(calls)][1] += parser.get_remaining_unstreamed_args()
     return [calls[index] for index in sorted(calls)]
 """
@@ -285,15 +289,18 @@ MANAGED = {
 }
 # Where a format names its parser, and what reads.
 ORACLES = {"sglang": (1, SGLANG, READ_SGLANG), "vllm": (2, VLLM, READ_VLLM)}
+# What an unpacked wheel's parsers import and no stand-in can be.
+NEEDED = {"sglang": ("orjson", "partial_json_parser"), "vllm": ("partial_json_parser",)}
 UNPACKED = "KVBENCH_PARSERS"  # environment variable: folder with unpacked wheels
 SIZES = (None, 1, 3, 7)  # tokens of a piece; None: not streamed
-STREAMS = ("sglang",)  # vLLM's parsers take minutes for theirs
 # Whose streams are not what it reads at once; docs/models.md says why each is its mistake.
 OTHER_STREAMS = {
     ("sglang", "mistral"),
     ("sglang", "deepseek-v3"),
     ("sglang", "deepseek-v3.1"),
     ("sglang", "glm"),
+    ("vllm", "deepseek-v3"),
+    ("vllm", "deepseek-v3.1"),
 }
 MARKERS = sorted({text for syntax in SYNTAXES.values() for text in syntax.markers if text})
 MARKERS += ["<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"]
@@ -327,11 +334,8 @@ def oracle(server: str) -> tuple[Path, str]:
         folder = Path(os.environ.get(UNPACKED, "")) / server
         if UNPACKED not in os.environ or not (folder / server).is_dir():
             pytest.skip(f"{error}; or unpack its wheel into {UNPACKED}/{server}")
-        if (
-            server == "sglang"
-            and (find_spec("orjson") and find_spec("partial_json_parser")) is None
-        ):
-            pytest.skip("SGLang's detectors need pip install orjson partial-json-parser")
+        if lacking := [name for name in NEEDED[server] if find_spec(name) is None]:
+            pytest.skip(f"{server}'s parsers need {' and '.join(lacking)} (pip install)")
         python = Path(sys.executable)
         before = BARE.format(here=str(Path(__file__).parent), server=server, folder=str(folder))
     return python, FRAME.format(imports=f"{before}\n{imports}", read=read_calls)
@@ -345,8 +349,7 @@ def oracles(texts: dict[str, list[str]]) -> Callable[[str], dict[str, list[Any]]
     def ask(server: str) -> dict[str, list[Any]]:
         place, python, program = ORACLES[server][0], *oracle(server)
         formats = {name: (how[place], texts[name]) for name, how in FORMATS.items() if how[place]}
-        asked = {"tools": TOOLS, "formats": formats, "markers": MARKERS}
-        asked["sizes"] = SIZES[: None if server in STREAMS else 1]
+        asked = {"tools": TOOLS, "formats": formats, "markers": MARKERS, "sizes": SIZES}
         done = subprocess.run(
             [str(python), "-c", program],
             input=json.dumps({**asked, "tokenizer": str(model_path("micro"))}),
@@ -385,7 +388,7 @@ def test_calls_are_those_that_a_server_reads(
             assert [[f["name"], json.loads(f["arguments"])] for f in found] == expected, text
 
 
-@pytest.mark.parametrize(("server", "name"), [each for each in READ if each[0] in STREAMS])
+@pytest.mark.parametrize(("server", "name"), READ)
 def test_streams_of_a_server_are_what_it_reads_at_once(
     server: str, name: str, oracles: Callable[..., Any]
 ) -> None:

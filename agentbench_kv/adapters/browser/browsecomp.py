@@ -11,7 +11,7 @@ from agentbench_kv.adapters.base import Message
 from agentbench_kv.adapters.browser.answers import seal
 from agentbench_kv.adapters.browser.corpus import Document
 from agentbench_kv.adapters.browser.questions import BrowsingQuestion
-from agentbench_kv.adapters.browser.task import BrowsingTask
+from agentbench_kv.adapters.browser.task import BrowsingTask, SyntheticTask
 from agentbench_kv.adapters.data import data_file, file_sha256, json_rows
 from agentbench_kv.errors import UsageError
 
@@ -91,9 +91,8 @@ class BrowseCompPlusTest(BrowsingTask):
 
 
 @dataclass(kw_only=True, eq=False)
-class BrowseCompPlusSynthetic(BrowseCompPlusTest):
+class BrowseCompPlusSynthetic(SyntheticTask, BrowseCompPlusTest):
     """The same loop over a made corpus: never a BrowseComp-Plus result."""
 
     name = "browsecomp-plus/synthetic"
     summary = "plumbing of browsecomp-plus/test over a made corpus; not its result"
-    synthetic = True

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from agentbench_kv.adapters.browser.questions import BrowsingQuestion
-from agentbench_kv.adapters.browser.task import BrowsingTask
+from agentbench_kv.adapters.browser.task import BrowsingTask, SyntheticTask
 from agentbench_kv.adapters.data import data_file, file_sha256
 from agentbench_kv.errors import UsageError
 from agentbench_kv.params import param
@@ -88,10 +88,9 @@ class FramesTest(BrowsingTask):
 
 
 @dataclass(kw_only=True, eq=False)
-class FramesSynthetic(FramesTest):
+class FramesSynthetic(SyntheticTask, FramesTest):
     """The same loop over made pages that hold the answers: never a FRAMES result."""
 
     name = "frames/synthetic"
     summary = "plumbing of frames/test over made pages; not a FRAMES result"
-    synthetic = True
     published_sha256 = None

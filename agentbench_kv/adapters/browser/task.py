@@ -36,7 +36,7 @@ from agentbench_kv.adapters.browser.browser import (
 from agentbench_kv.adapters.browser.corpus import Corpus, Document, corpus_folder, pinned
 from agentbench_kv.adapters.browser.judge import EVALUATION, Judge
 from agentbench_kv.adapters.browser.questions import MADE, BrowsingQuestion, made_questions
-from agentbench_kv.adapters.data import data_folder
+from agentbench_kv.adapters.data import data_folder, file_sha256
 from agentbench_kv.errors import ContextLimitError, PrerequisiteError, UsageError
 from agentbench_kv.params import param
 from agentbench_kv.results.records import Metric, TrialStatus
@@ -161,10 +161,10 @@ class BrowsingTask(Task):
         found = made_questions() if self._made else self.questions()
         return {each.id: each for each in found}
 
-    @cached_property
+    @property
     def _made(self) -> bool:
-        """Whether the questions are made, too: a synthetic task without the benchmark's file."""
-        return self.synthetic and not (data_folder() / self.file).exists()
+        """Whether the questions are made, too."""
+        return False
 
     @cached_property
     def _corpus(self) -> Corpus:
@@ -212,6 +212,33 @@ class BrowsingTask(Task):
         transcript = self.transcript([*episode.messages, entry])
         score = right if scored else None
         return Outcome(episode.status, score, metrics, transcript, episode.reason)
+
+
+@dataclass(kw_only=True, eq=False)
+class SyntheticTask(BrowsingTask):
+    """The variant over made pages. Its questions are the benchmark's where their file is there."""
+
+    synthetic = True
+
+    source: str = param("", "made, or the hash of the questions' file: what is there if not given")
+
+    def settings(self) -> dict[str, Any]:
+        """Return every setting; what the questions are of, so that others are another run."""
+        return super().settings() | {"source": self.source or self._source}
+
+    @property
+    def _made(self) -> bool:
+        if self.source and self.source != self._source:
+            raise PrerequisiteError(
+                f"the questions of {self.name} are {self._source} now, not {self.source}; leave "
+                "out source, or bring the file back"
+            )
+        return self._source == MADE
+
+    @cached_property
+    def _source(self) -> str:
+        path = data_folder() / self.file
+        return file_sha256(path)[:12] if path.is_file() else MADE
 
 
 def _metrics(

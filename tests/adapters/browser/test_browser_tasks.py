@@ -194,6 +194,24 @@ def test_synthetic_tasks_need_no_data_at_all(
     assert first == again
 
 
+@pytest.mark.parametrize("task", TASKS)
+def test_questions_of_other_data_are_another_run(data: Path, play: Play, task: str) -> None:
+    """The first run without the benchmark's file, the second with it, the third with another."""
+    file = data / load_task(task).file
+    text = file.read_bytes()
+    played: list[tuple[Path, set[bool]]] = []
+    for content in (None, text, text + b"\n"):
+        file.unlink(missing_ok=True)
+        if content is not None:
+            file.write_bytes(content)
+        run, records = play(task, "null")
+        played.append((run.path, {each.sample_id.startswith("made-") for each in records}))
+    assert [made for _, made in played] == [{True}, {False}, {False}]
+    assert len({path for path, _ in played}) == 3
+    with pytest.raises(PrerequisiteError, match=rf"{task} are \w{{12}} now, not made; leave out"):
+        load_task(task).create({"source": "made"}).samples(None, 0)
+
+
 def test_another_file_than_the_published_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,7 @@ is trap 1.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 import time
@@ -819,6 +820,8 @@ def main() -> None:
     }
     with torch.inference_mode():
         sys.stdout.write(json.dumps({name: check() for name, check in checks.items()}) + "\n")
+    sys.stdout.flush()
+    os._exit(0)  # as the server does: a scheduler's thread ends with its process only
 
 
 if __name__ == "__main__":
