@@ -145,6 +145,23 @@ def test_tokens_events_and_kept_sets_are_those_of_sessions_alone(arm: Any) -> No
         same_play(list(opened), seen, expected)
 
 
+@pytest.mark.parametrize("name", ["agentkv", "snapkv", "h2o", "tova"])
+def test_what_a_method_keeps_of_queries_comes_with_the_prefix(name: str) -> None:
+    """At the first event most queries in the rings and sums are still the prefix's."""
+    network, rng = build_tiny(layers=2), random.Random(15)
+    system, plays = ids(rng, 120), []
+    for kind in ("own", "shared"):
+        method = make_method(name, 64, {**EVERY, "prefix": kind})
+        with started(network, method) as (engine, seen):
+            for session in "ab":
+                begin(engine, session, system, [5, 6, 7])
+                answer(engine, session, 12)
+                assert len(engine.stats(session).events) == 1
+            assert engine.stats("b").cached_tokens == (120 if kind == "shared" else 0)
+            plays.append(seen)
+    same_play(["a", "b"], plays[1], plays[0])
+
+
 @pytest.mark.parametrize("family", ["gemma3", "gpt-oss"])
 @pytest.mark.parametrize("prefix", ["agentkv", "full"])
 def test_layers_with_windows_follow(family: str, prefix: str) -> None:
