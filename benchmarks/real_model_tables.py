@@ -6,9 +6,12 @@
     python benchmarks/real_model_tables.py contrasts RECORDS.jsonl.xz 'CAND=>BASE' ...
     python benchmarks/real_model_tables.py steady RECORDS.jsonl.xz
     python benchmarks/real_model_tables.py probes PROBES.jsonl.xz [--against RECORDS.jsonl.xz]
+    python benchmarks/real_model_tables.py keep LINES.jsonl --out LOCOMO.jsonl.xz   # real_locomo.py's
+    python benchmarks/real_model_tables.py locomo LOCOMO.jsonl.xz
 
 A line of RECORDS is one session of one arm: sums and counts over its tokens, as `kvbench fidelity`
-records them, without turns and distances. One of PROBES is what `real_probes.py` writes.
+records them, without turns and distances. One of PROBES is what `real_probes.py` writes, one of
+LOCOMO what `real_locomo.py` does, without the answers.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ FIGURES = (
     *("calls_exact", "calls_exact_full"),
 )
 _PARTS = ("value", "template", "text", "think", "act", "others")
-_VERBS = ("pack", "fidelity", "matrix", "contrasts", "steady", "probes")
+_VERBS = ("pack", "fidelity", "matrix", "contrasts", "steady", "probes", "keep", "locomo")
 _PAIRS = (("_total", "_count"), ("_right", "_asked"))
 
 
@@ -319,6 +322,54 @@ def probes(path: Path) -> Iterator[str]:
         )
 
 
+# --- LoCoMo
+
+
+def kept_locomo(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the lines that `real_locomo.py` wrote without answers, which quote the data."""
+    for line in path.read_text("utf-8").splitlines():
+        row = json.loads(line)
+        yield row | {"asked": [each[:4] for each in row["asked"]]}
+
+
+def locomo(path: Path) -> Iterator[str]:
+    """Yield a table of F1, and its difference to the full cache's, paired by question.
+
+    Questions are what is drawn: the intervals are of these conversations, not of others.
+    """
+    found = {
+        key: {
+            f"{session}:{index}": float(each[2])
+            for session, asked in sessions.items()
+            for index, each in asked.items()
+        }
+        for key, sessions in probe_arms(path).items()
+    }
+    full = found["full", 0]
+    changes = {
+        key: open_change(_ones(own), _ones(full)) for key, own in found.items() if own is not full
+    }
+    known = {key: change for key, change in changes.items() if change is not None}
+    adjusted = dict(zip(known, holm([change.p_value for change in known.values()]), strict=True))
+    yield "| budget | method | questions | F1, % | less full | p (Holm) |"
+    yield "|--:|---|--:|---|--:|--:|"
+    for key, own in sorted(
+        found.items(), key=lambda item: (item[0][1], -np.mean(list(item[1].values())))
+    ):
+        level_of = shown(level(Scores(_ones(own))), 1, 100)
+        told = "| |"
+        if key in known:
+            delta, low, high = (
+                f"{100 * each:+.1f}" for each in (known[key].point, known[key].low, known[key].high)
+            )
+            told = f"{delta} [{low}, {high}] | {adjusted[key]:.3f} |"
+        yield f"| {key[1] or ''} | {key[0]} | {len(own)} | {level_of} | {told}"
+
+
+def _ones(values: Mapping[str, float]) -> Counts:
+    return {name: (value, 1.0) for name, value in values.items()}
+
+
 def predicts(path: Path, records: Path, figure: str) -> Iterator[str]:
     """Yield how the probe scores of arms go with their divergence, by Spearman's correlation."""
     scored = {key: probe_counts(own, 2) for key, own in probe_arms(path).items() if key[1]}
@@ -394,8 +445,9 @@ def main() -> None:
     parser.add_argument("--without", action="append", default=[], help="and those called so")
     given = parser.parse_args()
     figures = given.figure or ["kl", "kl_value"]
-    if given.verb == "pack":
-        rows = list(packed([given.path, *map(Path, given.more)]))
+    if given.verb in ("pack", "keep"):
+        folders = [given.path, *map(Path, given.more)]
+        rows = list(packed(folders) if given.verb == "pack" else kept_locomo(given.path))
         write(given.out, rows)
         print(f"{len(rows)} records")
         return
@@ -408,6 +460,7 @@ def main() -> None:
         ),
         "steady": lambda: iter(row for f in figures for row in (f, *steady(read(), f))),
         "probes": lambda: probes(given.path),
+        "locomo": lambda: locomo(given.path),
     }  # fmt: skip
     print(*verbs[given.verb](), sep="\n")
     if given.against is not None:

@@ -89,6 +89,34 @@ def test_probes_are_counted_by_session(tmp_path: Path) -> None:
     assert "-50 [" in told
 
 
+def test_locomo_is_paired_by_question(tmp_path: Path) -> None:
+    def row(session: str, method: str, budget: str | None, f1: list[float]) -> str:
+        asked = [[7 * at, 1, each, int(each >= 0.5), "said"] for at, each in enumerate(f1)]
+        return json.dumps({"session": session, "method": method, "settings": {}, "budget": budget,
+                           "asked": asked})  # fmt: skip
+
+    lines = [
+        row("a", "full", None, [0.5, 0.25, 1.0]),
+        row("b", "full", None, [0.0, 0.75]),
+        row("a", "agentkv", "512", [0.25, 0.25, 0.5]),
+        row("b", "agentkv", "512", [0.0, 0.25]),
+        row("a", "full:none", None, [0.0, 0.0, 0.0]),
+        row("b", "full:none", None, [0.0, 0.0]),
+    ]
+    (tmp_path / "lines.jsonl").write_text("\n".join(lines))
+    kept = list(tables.kept_locomo(tmp_path / "lines.jsonl"))
+    assert "said" not in json.dumps(kept)
+    tables.write(tmp_path / "l.xz", kept)
+    told = "\n".join(tables.locomo(tmp_path / "l.xz"))
+    assert "|  | full | 5 | 50.0 [" in told
+    assert "|  | full:none | 5 | 0.0 [" in told
+    assert "| 512 | agentkv | 5 | 25.0 [" in told
+    differences = [-0.25, 0.0, -0.5, 0.0, -0.5]
+    half = 2.776 * np.std(differences, ddof=1) / np.sqrt(5)
+    low, high = (f"{100 * (np.mean(differences) + each):+.1f}" for each in (-half, half))
+    assert f"-25.0 [{low}, {high}]" in told
+
+
 @pytest.mark.skipif(not list(RECORDS.glob("fidelity*.xz")), reason="no records are kept")
 def test_kept_records_make_all_tables(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
     for path in sorted(RECORDS.glob("fidelity*.xz")):
