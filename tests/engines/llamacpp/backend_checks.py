@@ -34,7 +34,7 @@ from agentbench_kv.engines.llamacpp.server import blob as blobs
 from agentbench_kv.engines.llamacpp.server import library
 from agentbench_kv.engines.llamacpp.server.blob import Blob, RowFormat
 from agentbench_kv.engines.llamacpp.server.cells import Cells
-from agentbench_kv.engines.llamacpp.server.context import AbortedError, Context, DecodeBatch
+from agentbench_kv.engines.llamacpp.server.context import Context, DecodeAbortedError, DecodeBatch
 from agentbench_kv.engines.llamacpp.server.rows import SequenceRows
 from agentbench_kv.engines.llamacpp.server.scheduler import STEP_TOKENS, BatchScheduler
 from agentbench_kv.engines.llamacpp.server.session import Stream
@@ -698,7 +698,7 @@ def check_aborted_decode() -> Any:
     try:
         scene.feed(NEXT)
         ended = False
-    except AbortedError:
+    except DecodeAbortedError:
         ended = True
     scene.context.abort(False)
     same = bytes(scene.context.state(0)) == before

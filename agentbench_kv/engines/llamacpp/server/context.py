@@ -24,7 +24,7 @@ ROPE_TYPES = {False: 2, True: 0}  # llama.cpp's numbers for halves and for neigh
 ABORTED = 2  # what `llama_decode` returns
 
 
-class AbortedError(KVBenchError):
+class DecodeAbortedError(KVBenchError):
     """A decode was told to stop (`Context.abort`); the cache is as it was before."""
 
 
@@ -139,7 +139,7 @@ class Context:
         if code == 1:
             raise CapacityError(f"the cache of {self.cells} tokens is full")
         if code == ABORTED:
-            raise AbortedError("the decode was aborted")
+            raise DecodeAbortedError("the decode was aborted")
         if code:
             raise KVBenchError(f"llama.cpp refused a batch (code {code})")
         logits = np.empty((len(batch.wanted), self.shape.vocabulary), np.float32)

@@ -20,7 +20,7 @@ from agentbench_kv.engines.core.policy import BackendPolicy
 from agentbench_kv.engines.core.rings import RowShape
 from agentbench_kv.engines.core.rows import Fed, WorkerRows
 from agentbench_kv.engines.llamacpp.server.cells import Cells
-from agentbench_kv.engines.llamacpp.server.context import AbortedError, Context, DecodeBatch
+from agentbench_kv.engines.llamacpp.server.context import Context, DecodeAbortedError, DecodeBatch
 from agentbench_kv.engines.llamacpp.server.session import BackendGeneration, BackendSession, Stream
 from agentbench_kv.errors import CapacityError, KVBenchError, UsageError
 from agentbench_kv.methods.base import Method, QueryKind
@@ -271,7 +271,7 @@ class BatchScheduler:
         """Feed a batch and sample; what fails in one session ends that one's generation."""
         try:
             logits, ready = self._forward(batch) if batch else ((), ())
-        except AbortedError:  # nobody wants it, and the cache is as it was
+        except DecodeAbortedError:  # nobody wants it, and the cache is as it was
             return
         except Exception as error:  # noqa: BLE001  all of them were in it
             self._break(batch, error)
