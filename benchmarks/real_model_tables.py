@@ -6,7 +6,7 @@
     python benchmarks/real_model_tables.py contrasts RECORDS.jsonl.xz 'CAND=>BASE' ...
     python benchmarks/real_model_tables.py steady RECORDS.jsonl.xz
     python benchmarks/real_model_tables.py probes PROBES.jsonl.xz [--against RECORDS.jsonl.xz]
-    python benchmarks/real_model_tables.py keep LINES.jsonl --out LOCOMO.jsonl.xz   # real_locomo.py's
+    python benchmarks/real_model_tables.py keep LINES.jsonl --out LOCOMO.jsonl.xz
     python benchmarks/real_model_tables.py locomo LOCOMO.jsonl.xz
 
 A line of RECORDS is one session of one arm: sums and counts over its tokens, as `kvbench fidelity`
