@@ -235,7 +235,7 @@ class CompactsOverForks(EmbeddedEngine):
     def fork(self, session: str, new: str, labeller: PhaseLabeller) -> None:
         super().fork(session, new, labeller)
         for name in (session, new):
-            self._scheduler.get(name).cache.own = lambda: None  # type: ignore[method-assign]
+            self._scheduler.get(name).cache.own_slot = lambda: None  # type: ignore[method-assign]
 
 
 class RewindsOverForks(EmbeddedEngine):

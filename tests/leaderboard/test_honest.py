@@ -191,7 +191,7 @@ def test_questions_that_were_made_are_not_those_of_the_benchmark(
     monkeypatch.setenv(VARIABLE, str(data))
     ((label, notes),) = checked([run], tmp_path / "with", rescore=True)
     assert label is Label.SELF_REPORTED
-    assert "the run had made questions" in notes[0]
+    assert "now, not made" in notes[0]
 
 
 def test_edited_data_of_the_users(data: Path, tmp_path: Path) -> None:

@@ -194,7 +194,7 @@ class SlotCache:
         if self.slot >= 0:
             self.pool.join(self.slot, self)
 
-    def own(self) -> None:
+    def own_slot(self) -> None:
         """Move to a slot of one's own, whose rows may be changed in place."""
         if self.others:
             self._move(self.held)
@@ -326,8 +326,9 @@ class SessionCache(SlotCache):
         prefix.leave()
 
     def own(self) -> None:
+        """Have all rows in a slot of one's own: those of a shared prefix are copied."""
         self.take_in()
-        super().own()
+        self.own_slot()
 
     def free(self, *, clear: bool = False) -> None:
         super().free(clear=clear)
@@ -405,7 +406,7 @@ class SessionCache(SlotCache):
         shared where all of it is kept as it is.
         """
         if frequencies is None and self._keeps_prefix(kept):
-            super().own()
+            self.own_slot()
             kept = kept[:, :, self.shared :] - self.shared
         else:
             self.own()
@@ -530,7 +531,7 @@ class WindowCache(SlotCache):
     def turn(self, by: int, frequencies: Tensor) -> None:
         """Turn all keys by some positions: what comes next is that much nearer to the start."""
         if self.slot >= 0 and self.held:
-            self.own()
+            self.own_slot()
             shifts = torch.full((1, 1, 1), by, device=self.shape.device)
             keys = self.keys[:, :, : self.held]
             rope_rotate(keys, shifts, frequencies, interleaved=self.shape.interleaved)
