@@ -127,7 +127,9 @@ def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
 def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "find_version", lambda: ("vllm", "0.34.0"))
     monkeypatch.delenv(ALLOW_UNTESTED, raising=False)
-    with pytest.raises(SystemExit, match=r"0\.34\.0 is here.*0\.32\.0 and 0\.33\.0.*--allow-untested-engine"):
+    with pytest.raises(
+        SystemExit, match=r"0\.34\.0 is here.*0\.32\.0 and 0\.33\.0.*--allow-untested-engine"
+    ):
         launch.main()
 
 
