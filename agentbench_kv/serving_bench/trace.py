@@ -139,7 +139,7 @@ def _read(
     messages: ReadMessages | None,
 ) -> tuple[str, list[TraceSession], tuple[str, ...]]:
     number, line = first
-    heading = next(csv.reader([line.decode("utf-8", "replace")]), [])
+    heading = _cells(line)
     if set(heading) >= _BURST:
         found = [_burst_row(path, at, text, heading) for at, text in lines]
         return "BurstGPT", *burst_sessions(path, [row for row in found if row is not None])
@@ -194,9 +194,17 @@ def _decoded(path: Path, number: int, line: bytes, kind: type[Line]) -> Line:
         raise UsageError(f"{path} line {number}: {error}") from error
 
 
+def _cells(line: bytes) -> list[str]:
+    """Return a table's cells; none of a line that belongs to no table, as of one with a lone CR."""
+    try:
+        return next(csv.reader([line.decode("utf-8", "replace")]), [])
+    except csv.Error:
+        return []
+
+
 def _burst_row(path: Path, number: int, line: bytes, heading: Sequence[str]) -> BurstRow | None:
     """Read a row; None of a request that failed, which is one without an answer."""
-    values = next(csv.reader([line.decode("utf-8", "replace")]))
+    values = _cells(line)
     if len(values) != len(heading):
         raise UsageError(f"{path} line {number}: {len(values)} values for {len(heading)} columns")
     named = dict(zip(heading, values, strict=True))

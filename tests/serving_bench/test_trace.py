@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from agentbench_kv.errors import UsageError
@@ -194,6 +194,8 @@ def test_what_is_no_trace_is_one_line_with_its_number(
     assert "\n" not in str(caught.value)
 
 
+@example(b"\x01\r\x01")
+@example(b"Timestamp,Request tokens,Response tokens\n1,2\r3,4\n")
 @given(st.binary(max_size=200) | st.text(max_size=200).map(str.encode))
 @settings(
     suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=40
