@@ -739,6 +739,7 @@ class Readers:
         stream = self.streams[name] = Stream(self.said[name].append)
         asked = {"session": name, "tokens": tokens, "known": known, "given": []}
         asked |= {"phases": {"labeller_name": TokenPhases.labeller_name}, "stepwise": False}
+        asked |= {"predict": False}
         self.scheduler.start(asked, Sampling(8), stream)
 
     def start_together(self, *names: str) -> None:
