@@ -61,6 +61,7 @@ class TurnPlan:
     stop_text: str = ""
     own_stop: bool = False  # the text is matched by a function the engine cannot look into
     cancel_after: int | None = None  # tokens read before the cancel
+    system: int = 0  # first tokens of a session that are its system message; 0: some of them
 
 
 IDLE = TurnPlan((), 0)
@@ -196,7 +197,7 @@ class DrivenSession:
         engine = self.engine
         if Capability.PROTECT_SYSTEM in engine.capabilities and engine.wants_notes:
             if not self.trace.tokens:
-                self.trace.system = len(prompt) // SYSTEM_SHARE
+                self.trace.system = self.trace.system or len(prompt) // SYSTEM_SHARE
             notes = TurnNotes([(len(prompt), Source.DOCUMENT)], system=self.trace.system)
             engine.note(self.name, prompt, notes)
         engine.extend(self.name, prompt, plain_phases(prompt))
@@ -205,6 +206,7 @@ class DrivenSession:
     def start(self, turn: TurnPlan, sampling: Sampling) -> Generation | None:
         """Prefill a turn's prompt and start its generation, if it has one."""
         if turn.prompt:
+            self.trace.system = self.trace.system or turn.system
             self.feed(turn.prompt)
         return self.engine.generate(self.name, sampling) if turn.max_tokens else None
 

@@ -18,7 +18,7 @@ from agentbench_kv.conformance.driver import TraceRecorder, calibrated_for, in_m
 from agentbench_kv.conformance.families import build_family
 from agentbench_kv.conformance.reference import tiny_model as build_tiny
 from agentbench_kv.engines.base import Capability, EngineOptions, KVStats, Sampling
-from agentbench_kv.engines.embedded import prefixes
+from agentbench_kv.engines.core import prefixes
 from agentbench_kv.engines.embedded.cache import SMALLEST
 from agentbench_kv.engines.embedded.engine import EmbeddedEngine
 from agentbench_kv.engines.embedded.observer import QkvRecorder
@@ -334,7 +334,7 @@ def test_the_least_recently_used_prefix_is_dropped(monkeypatch: pytest.MonkeyPat
     network, rng = build_tiny(layers=2), random.Random(10)
     with started(network, full("shared")) as (engine, _):
         store = engine._scheduler.prefixes
-        monkeypatch.setattr(store, "_limit", 2)
+        monkeypatch.setattr(store._table, "_limit", 2)
         first, second, third = (ids(rng, 300) for _ in range(3))
         for number, system in enumerate((first, second, first, third, first, second)):
             begin(engine, str(number), system, [5])
@@ -488,7 +488,7 @@ def test_any_order_of_sessions(steps: list[Any], name: str, limit: int) -> None:
         for kind in ("own", "shared")
     ]
     with started(network, methods[0]) as (alone, _), started(network, methods[1]) as (engine, _):
-        engine._scheduler.prefixes._limit = limit
+        engine._scheduler.prefixes._table._limit = limit
         names: list[str] = []
         for number, (which, what, system, size) in enumerate(steps):
             said = []

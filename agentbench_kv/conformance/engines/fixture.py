@@ -152,10 +152,9 @@ class Fixture:
         self._driver: Driver | None = None
         self._pool = 0
 
-    @property
-    def forks(self) -> bool:
-        """Whether the engine under test forks sessions."""
-        return Capability.FORK in self._cls.capabilities
+    def has(self, capability: Capability) -> bool:
+        """Whether the engine under test is able to do something."""
+        return capability in self._cls.capabilities
 
     def method(self, name: str) -> Method:
         """Build a method with the suite's budget and interval."""

@@ -37,6 +37,7 @@ from agentbench_kv.conformance.engines.fixture import (
     open_fixture,
 )
 from agentbench_kv.conformance.engines.forks import check_forced, check_forks, check_tree
+from agentbench_kv.conformance.engines.prefixes import SHARING, shared_part
 from agentbench_kv.conformance.engines.rewinds import check_rewinds
 from agentbench_kv.engines.base import Capability
 from agentbench_kv.errors import KVBenchError, UsageError
@@ -126,6 +127,10 @@ def _edge_parts(fixture: Fixture, names: Sequence[str], quick: bool) -> list[Par
             )
             for each in (main, plain)
         ),
+        *(
+            (f"shared prefix, {name}", partial(shared_part, fixture, name))
+            for name in (SHARING[:1] if quick else SHARING)
+        ),
         (f"small pool, {plain.label}", partial(crowd_part, fixture, plain)),
         (f"small pool, {main.label}", partial(crowd_part, fixture, main)),
         ("leaks", partial(leak_part, fixture, main, examples=4 if quick else 20)),
@@ -137,7 +142,7 @@ def _edge_parts(fixture: Fixture, names: Sequence[str], quick: bool) -> list[Par
 def _fork_parts(fixture: Fixture, names: Sequence[str], main: Method, plain: Method) -> list[Part]:
     """Return forks of methods that keep different things: queries, nothing, sums, turned keys."""
     others = [fixture.method(name) for name in ("h2o", "streamingllm@paper") if name in names]
-    methods = [main, plain, *others] if fixture.forks else [main, plain]
+    methods = [main, plain, *others] if fixture.has(Capability.FORK) else [main, plain]
     return [(f"forks, {each.label}", partial(fork_part, fixture, each)) for each in methods]
 
 

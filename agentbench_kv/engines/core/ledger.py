@@ -237,7 +237,7 @@ class SessionLedger:
     def lose(self) -> None:
         """Count the loss of all rows; they count as recomputed once a turn begins again."""
         self._lost += self.fed
-        self.fed = self.live = self._unfed = 0
+        self.fed = self.live = self._unfed = self.stats.shared = 0
         self._prompt = self._system = 0
         self._schedule.restart()
 
@@ -278,12 +278,21 @@ class EvictionOrder:
     blocks: list[int]  # the session's blocks before, in order; the first ones stay its own
 
 
+@dataclass(frozen=True)
+class PrefixEnd:
+    """A shared prefix that a session comes to the end of: what others will begin with."""
+
+    name: str  # no session is called so
+    tokens: int
+
+
 @dataclass
 class StepPlan:
     """What a worker does around one forward, in this order."""
 
     method: dict[str, Any] | None = None  # a document: go on with this one, no session is open
     dropped: list[str] = field(default_factory=list)  # sessions whose rows are gone
+    begun: dict[str, str] = field(default_factory=dict)  # session -> prefix that it begins with
     rewound: dict[str, int] = field(default_factory=dict)  # session -> its length
     # Events of sessions at rest; the step's forward may reuse their blocks.
     before: list[EvictionOrder] = field(default_factory=list)
@@ -292,7 +301,9 @@ class StepPlan:
     prompts: dict[str, PromptPhases] = field(default_factory=dict)
     # Request -> logical minus physical length during the forward, where it is not 0.
     deficits: dict[str, int] = field(default_factory=dict)
+    left: dict[str, PrefixEnd] = field(default_factory=dict)  # by session, within the forward
     after: dict[str, EvictionOrder] = field(default_factory=dict)  # request -> its event
+    given_up: list[str] = field(default_factory=list)  # prefixes that nobody will begin with
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from agentbench_kv.engines.core.ledger import EvictionOrder
+from agentbench_kv.engines.core.ledger import EvictionOrder, PrefixEnd
 from agentbench_kv.engines.core.policy import BackendPolicy
 from agentbench_kv.engines.core.rings import (
     AttentionSums,
@@ -183,21 +183,30 @@ class WorkerRows:
         if rows is not None and self._frequencies is not None:
             rows.queries.shift(by, self._frequencies)
 
-    def feed(self, fed: Sequence[Fed], prompts: Mapping[str, PromptPhases]) -> RingWrite | None:
+    def feed(
+        self,
+        fed: Sequence[Fed],
+        prompts: Mapping[str, PromptPhases],
+        left: Mapping[str, PrefixEnd] | None = None,
+    ) -> RingWrite | None:
         """Take in a forward's tokens, in the order of its rows, and plan which queries to store.
 
         `prompts` has the phases of sessions whose generation begins, or begins again; others may
-        be in it too.
+        be in it too. `left` has the prefixes that end within the forward, by session.
         """
         rows: list[int] = []
         slots: list[int] = []
         start = 0
         for part in fed:
             phases = self._label(part, prompts.get(part.session))
-            session = self._sessions[part.session]
-            stored, where = session.queries.place(phases, part.first_position, start)
-            rows += stored
-            slots += where
+            places: list[tuple[QueryStore, Sequence[Phase]]]
+            places = [(self._sessions[part.session].queries, phases)]
+            if left and part.session in left:
+                places.insert(0, self._leave(part, phases, left[part.session]))
+            for queries, read in places:
+                stored, where = queries.place(read, part.first_position, start)
+                rows += stored
+                slots += where
             start += len(part.tokens)
         if not rows:
             return None
@@ -249,6 +258,19 @@ class WorkerRows:
                 rows, queries=rows.queries.fork(), phases=rows.phases.copy()
             )
         self.sums.fork(session, new)
+
+    def _leave(
+        self, part: Fed, phases: Sequence[Phase], end: PrefixEnd
+    ) -> tuple[QueryStore, Sequence[Phase]]:
+        """Keep what is known of a session as it is at a prefix's end, within this forward.
+
+        Return the queries kept of it so far, and the phases of the tokens up to the end.
+        """
+        session = self._sessions[part.session]
+        twin = replace(session, queries=session.queries.fork(), phases=session.phases[: end.tokens])
+        self._sessions[end.name] = twin
+        self.sums.fork(part.session, end.name)
+        return twin.queries, phases[: end.tokens - part.first_position]
 
     def rewind(self, session: str, length: int) -> None:
         """Forget what is known of a session's tokens from position `length` on: whole tokens."""

@@ -19,12 +19,13 @@ from torch import Tensor
 from agentbench_kv.engines.base import FinishReason, PhaseLabeller, Sampling
 from agentbench_kv.engines.core.commands import CommandQueue
 from agentbench_kv.engines.core.ledger import Eviction
+from agentbench_kv.engines.core.prefixes import PREFIXES
 from agentbench_kv.engines.core.rings import QueryBuffer
 from agentbench_kv.engines.embedded.attention import Packed, pack
 from agentbench_kv.engines.embedded.cache import CachePools
 from agentbench_kv.engines.embedded.model import LoadedModel, cache_shape
 from agentbench_kv.engines.embedded.observer import Observer
-from agentbench_kv.engines.embedded.prefixes import PREFIXES, PrefixStore
+from agentbench_kv.engines.embedded.prefixes import PrefixStore
 from agentbench_kv.engines.embedded.quantization import on_write, read_kv_dtype
 from agentbench_kv.engines.embedded.session import EmbeddedSession, SessionPools, WindowPools
 from agentbench_kv.engines.sampling import Sampler, StreamedGeneration
@@ -266,6 +267,7 @@ class EmbeddedScheduler:
             told = SessionFailedError(f"session {session.name} failed: {_described(error)}")
             told.__cause__ = error
         session.broken = told
+        self.prefixes.give_up(session)
         if generation in self._waiting:
             self._waiting.remove(generation)
         if generation in self._running:

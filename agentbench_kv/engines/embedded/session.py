@@ -179,7 +179,7 @@ class EmbeddedSession:
             return False
         return not method.compresses or self.ledger.protects(rows)
 
-    def begin_with(self, stored: StoredPrefix) -> None:
+    def begin_with(self, stored: SessionPrefix) -> None:
         """Go on from a prefix that the session begins with, as if it had been fed."""
         first = [self.pending.popleft() for _ in range(stored.rows)]
         if self._recorder is not None:
@@ -192,7 +192,7 @@ class EmbeddedSession:
         self.ledger.find(stored.rows, 0 if stored.prefix is None else stored.rows)
         self.prefix_key = None
 
-    def leave_prefix(self) -> StoredPrefix:
+    def leave_prefix(self) -> SessionPrefix:
         """Hand over what was fed, and go on behind it."""
         state = self.fork("", self.labeller)
         state.pending.clear()
@@ -202,7 +202,7 @@ class EmbeddedSession:
             self.cache.stand_behind(prefix)
             self.ledger.stats.shared = prefix.rows
         self.prefix_key, self.computes_prefix = None, False
-        return StoredPrefix(state, prefix)
+        return SessionPrefix(state, prefix)
 
     @property
     def positions_taken(self) -> int:
@@ -381,7 +381,7 @@ class EmbeddedSession:
 
 
 @dataclass
-class StoredPrefix:
+class SessionPrefix:
     """A session that was fed a prefix and nothing else: the beginning of others."""
 
     state: EmbeddedSession

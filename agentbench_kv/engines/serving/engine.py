@@ -61,7 +61,7 @@ _LOOK_S = 0.1
 _BROKEN = (OSError, httpx.TransportError, RequestError)
 _T = TypeVar("_T")
 # What a server as shipped does to no session.
-_OF_PLUGINS = frozenset({Capability.EVICT_SPANS, Capability.FORK})
+_OF_PLUGINS = frozenset({Capability.EVICT_SPANS, Capability.FORK, Capability.SHARE_PREFIX})
 # Options of vLLM and of SGLang that change what a model's config says.
 _OVERRIDES = ("hf-overrides", "json-model-override-args")
 
@@ -83,7 +83,7 @@ class ServingEngine(Engine):
         # Keys and values, over all layers that look back on everything and their heads.
         self.bytes_per_token = bytes_per_token
         self._wire = wire
-        self.wants_notes = wire.options.method.protect == "system"
+        self.wants_notes = wire.options.method.asks_for_system
         self.outlives_runs = not wire.stock  # its prefix cache knows the runs before
         self._log = log
         self._control = ControlClient(wire.control)
@@ -202,7 +202,7 @@ class ServingEngine(Engine):
         refuse_method(method, self._wire.facts)
         self._control.call("configure", method=method_document(method, self._wire.folder))
         self._wire.use(method)
-        self.wants_notes = method.protect == "system"
+        self.wants_notes = method.asks_for_system
 
     def pool(self) -> dict[str, int]:
         """Return what the backend says of its memory; nothing where it is as shipped, or gone."""

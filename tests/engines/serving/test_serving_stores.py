@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from agentbench_kv.engines.core.rows import PagedStore, RowStore
+from agentbench_kv.engines.vllm.plugin import blocks
 from agentbench_kv.engines.vllm.plugin.blocks import (
     PackedStore,
     pack_tiles,
@@ -97,6 +98,30 @@ def test_stores_keep_the_same_rows(data: st.DataObject, sort: bool, isa: str) ->
     else:
         past_the_end = int((kept >= keep).sum())
         assert int(moved) == past_the_end
+
+
+@pytest.mark.parametrize(("stay", "written"), [(64, 1), (63, 2), (40, 2), (31, 3), (0, 3)])
+def test_blocks_whose_rows_all_stay_are_not_written(
+    stay: int, written: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live, keep = 120, 90
+    keys, values, _ = scene(live, keep, 4)
+    caches = blocks_of(keys, values, [2, 5, 1, 7], 32)
+    caches = [pack_tiles(cache[..., :DIM], cache[..., DIM:], "vec") for cache in caches]
+    kept = torch.cat([torch.arange(stay), torch.arange(live - keep + stay, live)])
+    packed = []
+
+    def packing(keys: Tensor, values: Tensor, isa: str) -> Tensor:
+        packed.append(len(keys))
+        return pack_tiles(keys, values, isa)
+
+    monkeypatch.setattr(blocks, "pack_tiles", packing)
+    positions = torch.arange(live).expand(LAYERS, HEADS, live).clone()
+    everywhere = kept.expand(LAYERS, HEADS, keep)
+    PackedStore(caches, [2, 5, 1, 7], live, "vec").keep(everywhere, positions, [], sort=True)
+    assert packed == [written] * LAYERS
+    read = PackedStore(caches, [2, 5, 1], keep, "vec").keys(1)
+    assert torch.equal(read, keys[1][:, kept])
 
 
 @pytest.mark.parametrize("isa", ["vec", "amx"])

@@ -8,6 +8,7 @@ suit the instruction set: `vec` has keys transposed, `amx` has tiles of 16 token
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -87,6 +88,37 @@ class SessionBlocks:
         for manager in self._managers:
             manager.free(request)
 
+    def share(self, request: str, name: str, tokens: int, given_up: list[str]) -> BlockPrefix:
+        """Hold the full blocks of a request's first tokens for others, too.
+
+        `given_up` takes the name when it is freed.
+        """
+        blocks = self._single.req_to_blocks[request][: tokens // self.size]
+        self._pool.touch(blocks)
+        return BlockPrefix(name, tokens, blocks, self._pool, given_up)
+
+
+@dataclass
+class BlockPrefix:
+    """Full blocks that sessions begin with and none writes; one reference to each is its own."""
+
+    name: str  # what workers call it
+    rows: int
+    blocks: Sequence[Any]  # vLLM's
+    pool: Any
+    given_up: list[str]
+    freed: bool = False
+
+    @property
+    def rows_in_use(self) -> bool:
+        # Once they are given back, nothing tells who has them.
+        return not self.freed and any(block.ref_cnt > 1 for block in self.blocks)
+
+    def free(self) -> None:
+        self.freed = True
+        self.pool.free_blocks(reversed(self.blocks))
+        self.given_up.append(self.name)
+
 
 @cache
 def _by_physical_length(base: type) -> type:
@@ -116,6 +148,14 @@ def _by_physical_length(base: type) -> type:
                 **kwargs,
             )
             return int(needed)
+
+        def add_local_computed_blocks(
+            self, request_id: str, new_computed_blocks: Any, *_: int
+        ) -> None:
+            # vLLM's own prefix cache is off, so these are of a shared prefix.
+            self.block_pool.touch(new_computed_blocks)
+            self.req_to_blocks[request_id].extend(new_computed_blocks)
+            self.num_cached_block[request_id] = len(new_computed_blocks)
 
         def allocate_new_blocks(
             self, request_id: str, num_tokens: int, num_tokens_main_model: int
@@ -169,8 +209,8 @@ def pack_tiles(keys: Tensor, values: Tensor, isa: str) -> Tensor:
 class PackedStore:
     """A session's rows in CPU tiles: copied out, compacted, packed into its first blocks again.
 
-    Rows move within the copy as they would in place; packing rewrites whole blocks. One layer at a
-    time.
+    Rows move within the copy as they would in place; packing rewrites whole blocks, from the first
+    in which a row moves. One layer at a time.
     """
 
     def __init__(self, caches: Sequence[Tensor], blocks: list[int], live: int, isa: str) -> None:
@@ -196,7 +236,8 @@ class PackedStore:
                 extras=[each[here] for each in extras],
                 sort=sort,
             )
-            self._write(layer, rows[0][0, :, :budget], rows[1][0, :, :budget])
+            stay = int((kept[layer] == torch.arange(budget)).cumprod(-1).sum(-1).min())
+            self._write(layer, rows[0][0, :, :budget], rows[1][0, :, :budget], stay)
         self._live = budget
         return moved
 
@@ -215,11 +256,18 @@ class PackedStore:
             _join(values)[:, : self._live].contiguous(),
         )
 
-    def _write(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Pack a layer's rows into the session's first blocks."""
-        count = -(-keys.shape[1] // self._size)
-        keys, values = (_split(part, count, self._size) for part in (keys, values))
-        self._caches[layer][self._blocks[:count]] = pack_tiles(keys, values, self._isa)
+    def _write(self, layer: int, keys: Tensor, values: Tensor, stay: int = 0) -> None:
+        """Pack a layer's rows into the session's first blocks, but for those that all stay.
+
+        Blocks of a shared prefix are among those, and are not the session's to write.
+        """
+        first, count = stay // self._size, -(-keys.shape[1] // self._size)
+        if first < count:
+            behind = first * self._size
+            keys, values = (
+                _split(part[:, behind:], count - first, self._size) for part in (keys, values)
+            )
+            self._caches[layer][self._blocks[first:count]] = pack_tiles(keys, values, self._isa)
 
 
 def paged_rows(caches: Sequence[Tensor]) -> tuple[PagedRows, PagedRows]:

@@ -71,6 +71,7 @@ def register() -> None:
 
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 _RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
+_BLOCKS = "vllm.v1.core.kv_cache_manager:KVCacheManager"
 _MANAGER = "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager"
 _POOL = "vllm.v1.core.block_pool:BlockPool"
 _REGISTRY = "vllm.v1.attention.backends.registry"
@@ -86,13 +87,21 @@ SYMBOLS: Mapping[str, tuple[str, ...]] = {
     f"{_SCHEDULER}.finish_requests": ("request_ids", "finished_status"),
     f"{_SCHEDULER}._free_request_blocks": ("request",),
     f"{_SCHEDULER}._update_request_with_output": ("request", "new_token_ids", "is_stale"),
-    "vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots": ("request",),
+    f"{_SCHEDULER}._handle_blocked_waiting_request": ("request",),
+    f"{_BLOCKS}.allocate_slots": ("request",),
+    f"{_BLOCKS}.get_computed_blocks": ("request",),
+    f"{_BLOCKS}.create_kv_cache_blocks": ("blocks",),
+    f"{_MANAGER}.add_local_computed_blocks": (
+        "request_id", "new_computed_blocks", "num_local_computed_tokens",
+        "num_external_computed_tokens",
+    ),
     f"{_MANAGER}.get_num_blocks_to_allocate": (
         "request_id", "num_tokens", "new_computed_blocks", "total_computed_tokens",
         "num_local_computed_tokens", "num_tokens_main_model",
     ),
     f"{_MANAGER}.allocate_new_blocks": ("request_id", "num_tokens", "num_tokens_main_model"),
     f"{_MANAGER}.free": ("request_id",),
+    f"{_POOL}.touch": ("blocks",),
     f"{_POOL}.free_blocks": ("ordered_blocks",),
     f"{_POOL}.get_num_free_blocks": (),
     "vllm.v1.core.sched.output:SchedulerOutput": (
@@ -153,6 +162,7 @@ def refuse_wrong_results(config: Any, cache: Any, method: Method) -> None:
         "a model without a layer that looks back on everything": "full" not in kinds,
         "attention other than over all tokens or a window of them": "" in kinds,
         "positions=cache beside windows": method.positions == "cache" and "window" in kinds,
+        "a shared prefix beside windows": method.prefix == "shared" and "window" in kinds,
         "context parallelism": parallel.decode_context_parallel_size > 1,
         "data parallelism": parallel.data_parallel_size > 1,
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,

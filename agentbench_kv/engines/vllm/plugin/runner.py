@@ -83,6 +83,8 @@ class EvictingRunner(BaseRunner):
             self._kvbench_connect(policy, self._kvbench_layers)
         for session in plan.dropped:
             self._kvbench_rows.drop(session)
+        for session, prefix in plan.begun.items():
+            self._kvbench_rows.fork(prefix, session)
         for session, length in plan.rewound.items():
             self._kvbench_rows.rewind(session, length)
         self._kvbench_remove(plan.before)
@@ -94,6 +96,8 @@ class EvictingRunner(BaseRunner):
             self._kvbench_remove(plan.after.values())
             for request, order in plan.after.items():
                 self._kvbench_shorten(request, order)
+        for prefix in plan.given_up:
+            self._kvbench_rows.drop(prefix)
         return output
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
@@ -144,7 +148,8 @@ class EvictingRunner(BaseRunner):
             tokens = batch.token_ids_cpu[row, first : first + int(num_scheduled[row])].tolist()
             fed.append(Fed(plan.sessions[request], first, tokens))
         self._kvbench_fed = fed
-        CAPTURE.begin(self._kvbench_rows.feed(fed, plan.prompts), int(num_scheduled.sum()))
+        write = self._kvbench_rows.feed(fed, plan.prompts, plan.left)
+        CAPTURE.begin(write, int(num_scheduled.sum()))
 
     def _kvbench_remove(self, orders: Iterable[EvictionOrder]) -> None:
         for order in orders:
@@ -172,10 +177,15 @@ class EvictingRunner(BaseRunner):
             live -= self._kvbench_plan.deficits.get(request, 0)
             blocks = self.requests[request].block_ids[self._kvbench_group]
             store = self._kvbench_store(blocks, live)
+            ends = [(part.session, len(part.tokens), live)]
+            if end := self._kvbench_plan.left.get(part.session):
+                ends.append((end.name, end.tokens - part.first_position, end.tokens))
             for layer in range(rows.shape.layers):
-                queries = CAPTURE.queries(layer, start, len(part.tokens))
                 sinks = getattr(self._kvbench_layers[layer].impl, "sinks", None)
-                rows.sums.add(part.session, layer, queries, store.keys(layer), sinks)
+                keys = store.keys(layer)
+                for name, tokens, held in ends:
+                    queries = CAPTURE.queries(layer, start, tokens)
+                    rows.sums.add(name, layer, queries, keys[:, :held], sinks)
             start += len(part.tokens)
 
     def _kvbench_store(self, blocks: list[int], live: int) -> RowStore:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from vllm.logger import init_logger
@@ -22,7 +22,12 @@ from agentbench_kv.engines.vllm.plugin.launch import (
     refuse_wrong_results,
     window_bytes,
 )
-from agentbench_kv.engines.vllm.plugin.sessions import VllmSession, VllmSessions, extra_arguments
+from agentbench_kv.engines.vllm.plugin.sessions import (
+    Forward,
+    VllmSession,
+    VllmSessions,
+    extra_arguments,
+)
 
 logger = init_logger("vllm.kvbench")
 
@@ -51,6 +56,8 @@ class EvictingScheduler(Scheduler):
         self.sessions = VllmSessions(self._policy.method, size, blocks, windows)
         self._allocate = self.kv_cache_manager.allocate_slots
         self.kv_cache_manager.allocate_slots = self._allocate_slots
+        self._computed_blocks = self.kv_cache_manager.get_computed_blocks
+        self.kv_cache_manager.get_computed_blocks = self._found_blocks
         self._control = ControlServer(self._policy.control, _Commands(self).handlers())
         logger.info("kvbench: %s, budget %s", self._policy.method.label, self._policy.method.budget)
 
@@ -89,6 +96,7 @@ class EvictingScheduler(Scheduler):
     def use(self, method: dict[str, Any]) -> None:
         self._policy = self._policy.with_method(method)
         self.sessions.method = self._policy.method
+        self.sessions.prefixes.clear()
         self._new_method = method
 
     def _step_plan(self, output: Any) -> StepPlan:
@@ -100,6 +108,7 @@ class EvictingScheduler(Scheduler):
         table.dropped.clear()
         table.rewound.clear()
         table.before.clear()
+        table.plan_prefixes([*self._forwards(output)], plan)
         for request_id, rows in output.num_scheduled_tokens.items():
             session = table.by_request[request_id]
             plan.sessions[request_id] = session.name
@@ -114,7 +123,14 @@ class EvictingScheduler(Scheduler):
             eviction = session.ledger.sampled()
             if eviction is not None:
                 plan.after[request_id] = table.order(session, eviction)
+        plan.given_up = table.given_up.copy()
+        table.given_up.clear()
         return plan
+
+    def _forwards(self, output: Any) -> Iterator[Forward]:
+        for request, rows in output.num_scheduled_tokens.items():
+            computed = self.requests[request].num_computed_tokens - rows
+            yield Forward(self.sessions.by_request[request], computed, rows)
 
     def _update_request_with_output(
         self, request: Any, new_token_ids: list[int], is_stale: bool = False
@@ -146,14 +162,24 @@ class EvictingScheduler(Scheduler):
             self.sessions.end(session)
         else:
             self.preempted += 1
-            session.ledger.opens_with(session.prompt.prompt, session.prompt.system)
-            session.ledger.begin_turn(request.num_tokens)
+            self.sessions.begin_again(session, list(request.all_token_ids))
 
-    def _allocate_slots(self, *args: Any, **kwargs: Any) -> Any:
-        """Allocate as vLLM does; sessions at rest give way, the longest at rest first."""
-        blocks = self._allocate(*args, **kwargs)
-        while blocks is None and self.sessions.lose_oldest():
-            blocks = self._allocate(*args, **kwargs)
+    def _handle_blocked_waiting_request(self, request: Any) -> bool:
+        ready = super()._handle_blocked_waiting_request(request)
+        return ready and self.sessions.may_begin(self.sessions.by_request[request.request_id])
+
+    def _found_blocks(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        """Name the blocks of a shared prefix where vLLM looks into its own prefix cache."""
+        prefix = self.sessions.found(self.sessions.by_request[request.request_id])
+        if prefix is None:
+            return self._computed_blocks(request, *args, **kwargs)
+        return self.kv_cache_manager.create_kv_cache_blocks((prefix.blocks,)), prefix.rows, 0
+
+    def _allocate_slots(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        """Allocate as vLLM does; unread prefixes, then sessions at rest give way, oldest first."""
+        blocks = self._allocate(request, *args, **kwargs)
+        while blocks is None and self.sessions.make_room(request.request_id):
+            blocks = self._allocate(request, *args, **kwargs)
         return blocks
 
 
@@ -194,6 +220,7 @@ class _Commands(SessionCommands[VllmSession]):
             "dropped": table.drops,
             "adopted": table.adoptions,
             "mismatched": table.mismatches,
+            "prefix_blocks": table.prefixes.rows // table.blocks.size,
         }
 
     def use(self, method: dict[str, Any]) -> None:

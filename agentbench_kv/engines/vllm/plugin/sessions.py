@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from agentbench_kv.engines.core.control import SchedulerSession
-from agentbench_kv.engines.core.ledger import Eviction, EvictionOrder, SessionLedger, WindowBytes
-from agentbench_kv.engines.vllm.plugin.blocks import SessionBlocks
+from agentbench_kv.engines.core.ledger import (
+    Eviction,
+    EvictionOrder,
+    PrefixEnd,
+    SessionLedger,
+    StepPlan,
+    WindowBytes,
+)
+from agentbench_kv.engines.core.prefixes import PrefixTable
+from agentbench_kv.engines.vllm.plugin.blocks import BlockPrefix, SessionBlocks
 from agentbench_kv.methods.base import Method
-from agentbench_kv.phases.machine import PromptPhases
+from agentbench_kv.phases.machine import PromptPhases, cut_runs
 from agentbench_kv.phases.tokens import StopMatcher
 
 
@@ -25,10 +36,26 @@ class VllmSession(SchedulerSession):
     workers_know: bool = False  # whether the workers have its prompt's phases
     tokens: list[int] = field(default_factory=list)  # at rest: all of them, the last not fed yet
     stop: StopMatcher | None = None
+    # Tokens and phases of the blocks that it may share, until it has begun; None: it shares none.
+    prefix_key: bytes | None = None
+    prefix_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Forward:
+    """What a step feeds of a session: `rows` tokens, behind so many that are computed or found."""
+
+    session: VllmSession
+    computed: int
+    rows: int
 
 
 class VllmSessions:
-    """All sessions of the scheduler, the ones at rest in the order in which they came to it."""
+    """All sessions of the scheduler, the ones at rest in the order in which they came to it.
+
+    Sessions with one system message share its full blocks, if their method asks for that: vLLM is
+    told of them as if its own prefix cache had found them.
+    """
 
     def __init__(
         self,
@@ -44,6 +71,9 @@ class VllmSessions:
         self.dropped: list[str] = []  # sessions whose rows are gone since the last step
         self.before: list[EvictionOrder] = []  # events of sessions at rest, for the next step
         self.rewound: dict[str, int] = {}  # session -> its length, for the next step
+        self.prefixes: PrefixTable[VllmSession, BlockPrefix] = PrefixTable()
+        self.given_up: list[str] = []  # prefixes that nobody will begin with any more
+        self._numbers = itertools.count(1)  # of prefixes
         self.drops = 0
         self.adoptions = 0
         self.mismatches = 0
@@ -78,13 +108,24 @@ class VllmSessions:
         session.request = request.request_id
         self.by_request[session.request] = session
         same = prompt[: len(session.tokens)] == session.tokens and ledger.fed > 0
-        ledger.opens_with(session.prompt.prompt, session.prompt.system)
-        ledger.begin_turn(len(prompt) - (len(session.tokens) if same else ledger.fed))
+        self._open_turn(session, prompt, len(session.tokens) if same else ledger.fed)
+        if getattr(request, "skip_reading_prefix_cache", False):
+            session.prefix_key = None
         return session
+
+    def begin_again(self, session: VllmSession, tokens: list[int]) -> None:
+        """Let a request that was put back, and lost its rows, compute all of its tokens."""
+        self._open_turn(session, tokens, 0)
+
+    def _open_turn(self, session: VllmSession, prompt: list[int], known: int) -> None:
+        session.ledger.opens_with(session.prompt.prompt, session.prompt.system)
+        session.ledger.begin_turn(len(prompt) - known)
+        session.prefix_key = None if session.ledger.fed else self._prefix_of(session, prompt)
 
     def rest(self, session: VllmSession, tokens: list[int]) -> None:
         session.running = False
         session.tokens = tokens
+        self.prefixes.give_up(session)
         del self.by_request[session.request]
         self.sessions.move_to_end(session.name)
         eviction = session.ledger.end_turn()
@@ -97,8 +138,51 @@ class VllmSessions:
         self.blocks.deficits[session.request] = session.ledger.deficit
         return EvictionOrder(session.name, len(session.ledger.stats.events) - 1, eviction, before)
 
+    def may_begin(self, session: VllmSession) -> bool:
+        """Whether a session may be fed; not while another one computes what it begins with."""
+        key = session.prefix_key
+        return key is None or bool(self.found(session) or self.prefixes.computed_by(key, session))
+
+    def found(self, session: VllmSession) -> BlockPrefix | None:
+        """Return the blocks that a session which has fed nothing can begin with."""
+        return None if session.prefix_key is None else self.prefixes.find(session.prefix_key)
+
+    def plan_prefixes(self, forwards: Sequence[Forward], plan: StepPlan) -> None:
+        """Tell the workers which prefixes a step's sessions begin with, and which they leave."""
+        # First who begins: a full table drops prefixes for those that others leave.
+        for each in forwards:
+            if prefix := self.found(each.session):
+                if each.computed != prefix.rows:
+                    raise RuntimeError(f"{each.computed} tokens found of {prefix.rows}")
+                plan.begun[each.session.name] = prefix.name
+                each.session.ledger.find(prefix.rows, prefix.rows)
+                each.session.prefix_key = None
+        for each in forwards:
+            session, end = each.session, each.session.prefix_tokens
+            if session.prefix_key is not None and each.computed + each.rows >= end:
+                name = f"prefix {next(self._numbers)}"
+                shared = self.blocks.share(session.request, name, end, self.given_up)
+                self.prefixes.store(session.prefix_key, shared)
+                plan.left[session.name] = PrefixEnd(name, end)
+                session.ledger.stats.shared = end
+                session.prefix_key = None
+
+    def _prefix_of(self, session: VllmSession, prompt: list[int]) -> bytes | None:
+        """Return what tells the full blocks of a session's system message, if it may share them."""
+        size, method = self.blocks.size, self.method
+        count = session.prefix_tokens = session.ledger.system // size * size
+        if method.prefix == "own" or not 0 < count < len(prompt):
+            return None
+        if method.compresses and not session.ledger.protects(count):
+            return None  # events would evict from them
+        runs = cut_runs(session.prompt.runs, count)
+        parts = [count, *prompt[:count], *itertools.chain(*runs)]
+        return np.array(parts, np.int64).tobytes()
+
     def rewind(self, session: VllmSession, length: int) -> None:
         """Forget the tokens of a session at rest from position `length` on."""
+        if length < session.ledger.stats.shared:
+            self.lose(session)  # what comes next would be written into others' blocks
         del session.tokens[length:]
         if length < session.ledger.fed:
             if length:
@@ -114,10 +198,18 @@ class VllmSessions:
             self.blocks.drop(session.request)
         self.blocks.deficits.pop(session.request, None)
         session.ledger.lose()
+        self.prefixes.give_up(session)
         session.tokens = []
         session.workers_know = False
         self.dropped.append(session.name)
         self.before = [order for order in self.before if order.session != session.name]
+
+    def make_room(self, request: str) -> bool:
+        """Free a prefix that nobody reads, or the session longest at rest; False if none holds any.
+
+        The prefix that the request is about to begin with stays.
+        """
+        return self.prefixes.make_room(self.by_request[request].prefix_key) or self.lose_oldest()
 
     def lose_oldest(self) -> bool:
         """Free the rows of the session longest at rest; False if none holds any."""
@@ -131,6 +223,7 @@ class VllmSessions:
     def end(self, session: VllmSession) -> None:
         if session.ledger.fed:
             self.lose(session)
+        self.prefixes.give_up(session)
         self.by_request.pop(session.request, None)
         self.blocks.deficits.pop(session.request, None)
         self.sessions.pop(session.name, None)
