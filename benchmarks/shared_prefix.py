@@ -1,12 +1,13 @@
 """What a shared prefix saves: sessions with one system message, with and without `prefix=shared`.
 
-    python benchmarks/shared_prefix.py [--sessions 16] [--system 2048] [--repeats 9]
+    python benchmarks/shared_prefix.py [--sessions 16] [--system 2048] [--repeats 9] [--engine vllm]
 
-All sessions of an arm begin at once on the embedded engine, each with the system message and a
-prompt of its own, and decode until an event has fallen due. Arms are measured in rotated order;
-ratios are paired by repetition, to the arm of the same method whose sessions hold their own rows.
-Tokens, events and kept rows must be equal to that arm's. `--model` is a folder or `micro`;
-`--layers N` instead takes a Qwen3 with random weights and so many layers of Qwen3-0.6B's shape.
+All sessions of an arm begin at once, each with the system message and a prompt of its own, and
+decode until an event has fallen due. Arms are measured in rotated order; ratios are paired by
+repetition, to the arm of the same method whose sessions hold their own rows. Tokens, events and
+kept rows must be equal to that arm's. `--model` is a folder or `micro`; `--layers N` instead takes
+a Qwen3 with random weights and so many layers of Qwen3-0.6B's shape. On vLLM `full` is as shipped,
+with its own prefix cache, and what it holds is not known; `full-constrained` is the plug-in's.
 """
 
 from __future__ import annotations
@@ -15,30 +16,30 @@ import argparse
 import random
 import statistics
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from threading import Thread
 from typing import Any
 
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from agentbench_kv.conformance.driver import TraceRecorder
-from agentbench_kv.engines.base import Sampling
+from agentbench_kv.conformance.driver import TraceRecorder, plain_phases, read_kept
+from agentbench_kv.engines.base import Engine, EngineOptions, Sampling
 from agentbench_kv.engines.embedded.engine import EmbeddedEngine
 from agentbench_kv.engines.embedded.model import LoadedModel, load_model, wrap_model
-from agentbench_kv.methods.base import Method, Phase
+from agentbench_kv.engines.vllm.engine import VllmEngine
+from agentbench_kv.methods.base import Method
 from agentbench_kv.methods.spans import TurnNotes
+from agentbench_kv.phases import TokenPhases
 from agentbench_kv.registry import make_method
 
 PROMPT, ANSWER = 64, 160  # tokens of a session's own
 ROOM = 160  # rows of the budget beyond the system message
-
-
-class ByNumber:
-    """Labels tokens by their ids, so that every ring is written."""
-
-    def label(self, token: int) -> Phase:
-        return Phase(token % 4)
 
 
 def random_model(layers: int) -> LoadedModel:
@@ -56,19 +57,80 @@ def random_model(layers: int) -> LoadedModel:
     return wrap_model(network, Path(), "random")
 
 
-def play(
-    model: LoadedModel, method: Method, sessions: int, system: list[int]
-) -> tuple[dict[str, float], list[Any]]:
+@dataclass
+class Arm:
+    """An engine that runs a method, and how to look into it."""
+
+    engine: Engine
+    kept: Callable[[str], list[Any]]  # of a session: sorted kept rows of every event
+    used: Callable[[], float]  # bytes of cached rows that sessions and prefixes hold
+
+
+class EmbeddedArms:
+    """A new engine for every arm; the model is loaded once."""
+
+    def __init__(self, model: LoadedModel) -> None:
+        self._model = model
+
+    @contextmanager
+    def arm(self, method: Method) -> Iterator[Arm]:
+        seen = TraceRecorder()
+        engine = EmbeddedEngine(self._model, method, max_live_tokens=1 << 24, recorder=seen)
+
+        def used() -> float:
+            pools = engine._scheduler.pools.full._pools.values()
+            rows = sum(pool.capacity * len(pool._users) for pool in pools)
+            return float(rows * engine.bytes_per_token)
+
+        try:
+            yield Arm(engine, lambda name: sorted_rows(seen.kept([name])), used)
+        finally:
+            engine.shutdown()
+
+
+class VllmArms:
+    """A new server for every arm, with room for all sessions' own rows."""
+
+    def __init__(self, model: str, sessions: int, longest: int) -> None:
+        room = sessions * (longest + 64)
+        self._options = partial(
+            EngineOptions, model, device="cpu", dtype="float32", concurrency=sessions,
+            max_live_tokens=room, engine_args={"max-model-len": str(longest + 64)},
+        )  # fmt: skip
+
+    @contextmanager
+    def arm(self, method: Method) -> Iterator[Arm]:
+        with TemporaryDirectory() as trace:
+            engine = VllmEngine.create(self._options(method, trace=Path(trace)))
+
+            def kept(name: str) -> list[Any]:
+                return sorted_rows(read_kept(Path(trace), [engine.kept_names(name)]))
+
+            def used() -> float:
+                pool = engine.pool()
+                blocks = pool.get("total_blocks", 0) - pool.get("free_blocks", 0)
+                return float(blocks * pool.get("block_size", 0) * engine.bytes_per_token)
+
+            try:
+                yield Arm(engine, kept, used)
+            finally:
+                engine.shutdown()
+
+
+def sorted_rows(events: list[torch.Tensor]) -> list[Any]:
+    return [event.sort(-1).values.tolist() for event in events]
+
+
+def play(arm: Arm, sessions: int, system: list[int]) -> tuple[dict[str, float], list[Any]]:
     """Return figures of an arm, and what its sessions did."""
-    seen = TraceRecorder()
-    engine = EmbeddedEngine(model, method, max_live_tokens=1 << 24, recorder=seen)
+    engine = arm.engine
     rng, said, firsts = random.Random(2), dict[str, list[int]](), dict[str, float]()
     names = [str(number) for number in range(sessions)]
     for name in names:
         prompt = system + [rng.randrange(5, 400) for _ in range(PROMPT)]
-        engine.open(name, ByNumber())
+        engine.open(name, TokenPhases())
         engine.note(name, prompt, TurnNotes([], system=len(system)))
-        engine.extend(name, prompt, [ByNumber().label(token) for token in prompt])
+        engine.extend(name, prompt, plain_phases(prompt))
 
     def answer(name: str) -> None:
         generation = engine.generate(name, Sampling(max_tokens=ANSWER))
@@ -83,29 +145,23 @@ def play(
         thread.join()
     wall = time.perf_counter() - started
     stats = [engine.stats(name) for name in names]
-    pools = engine._scheduler.pools.full._pools.values()
-    used = sum(pool.capacity * len(pool._users) for pool in pools) * engine.bytes_per_token
     found = {
         "ttft_s": statistics.median(firsts.values()), "worst_ttft_s": max(firsts.values()),
-        "wall_s": wall, "used_mb": used / 1e6, "pool_mb": engine.pool_bytes / 1e6,
+        "wall_s": wall, "used_mb": arm.used() / 1e6,
         "prefilled": sum(each.prefill_tokens - each.cached_tokens for each in stats),
         "events": sum(len(each.events) for each in stats),
     }  # fmt: skip
-    did = [
-        (said[name], [event.kept.sort(-1).values.tolist() for event in seen.events[name]])
-        for name in names
-    ]
-    engine.shutdown()
-    return found, did
+    return found, [(said[name], arm.kept(name)) for name in names]
 
 
-def arms(system: int) -> dict[str, Method]:
-    budget = system + ROOM
-    return {
+def arms(engine: str, system: int) -> dict[str, Method]:
+    full = "full" if engine == "embedded" else "full-constrained"
+    found = {
         f"{name} {prefix}": make_method(name, size, {"prefix": prefix})
         for prefix in ("shared", "own")
-        for name, size in (("full", None), ("agentkv@system", budget))
+        for name, size in ((full, None), ("agentkv@system", system + ROOM))
     }
+    return found if engine == "embedded" else {**found, "full": make_method("full", None)}
 
 
 def main() -> None:
@@ -116,26 +172,30 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--model", default="micro")
     parser.add_argument("--layers", type=int, default=0)
+    parser.add_argument("--engine", choices=("embedded", "vllm"), default="embedded")
     options = parser.parse_args()
-    model = (
-        random_model(options.layers)
-        if options.layers
-        else load_model(options.model, "float32", "cpu")
-    )
+    engines: EmbeddedArms | VllmArms
+    if options.engine == "vllm":
+        engines = VllmArms(options.model, options.sessions, options.system + PROMPT + ANSWER)
+    elif options.layers:
+        engines = EmbeddedArms(random_model(options.layers))
+    else:
+        engines = EmbeddedArms(load_model(options.model, "float32", "cpu"))
     rng = random.Random(1)
     system = [rng.randrange(5, 400) for _ in range(options.system)]
-    chosen = arms(options.system)
+    chosen = arms(options.engine, options.system)
     found: dict[str, list[dict[str, float]]] = {name: [] for name in chosen}
     for repeat in range(options.repeats):
         order = list(chosen)[repeat % len(chosen) :] + list(chosen)[: repeat % len(chosen)]
         did = {}
         for name in order:
-            figures, did[name] = play(model, chosen[name], options.sessions, system)
+            with engines.arm(chosen[name]) as arm:
+                figures, did[name] = play(arm, options.sessions, system)
             found[name].append(figures)
             print(
                 repeat, name, {key: round(value, 3) for key, value in figures.items()}, flush=True
             )
-        for name in ("full", "agentkv@system"):
+        for name in {arm.split()[0] for arm in chosen if " " in arm}:
             same = did[f"{name} own"] == did[f"{name} shared"]
             print(
                 repeat, name, "tokens, events, kept rows", "equal" if same else "DIFFER", flush=True
@@ -148,6 +208,7 @@ def main() -> None:
         ratios = {
             key: statistics.median(a[key] / b[key] for a, b in zip(rows, base, strict=True))
             for key in ("ttft_s", "wall_s", "used_mb")
+            if all(row[key] for row in base)
         }
         print(f"{name:22}", {k: round(v, 3) for k, v in line.items()},
               "x", {k: round(v, 3) for k, v in ratios.items()})  # fmt: skip
