@@ -303,7 +303,7 @@ class VllmEngine(ServingEngine):
 
 def _refuse_unshared(method: Method, facts: ModelFacts) -> None:
     """Refuse to share a prefix where it is shared anyway, or events would change its blocks."""
-    asked = f"--method {method.label} with prefix=shared"
+    asked = f"prefix=shared of {method.label}"
     if method.name == "full":
         raise UsageError(
             f"{asked}: vLLM as shipped, which `full` is, has a prefix cache of its own; use "
