@@ -17,9 +17,10 @@ from agentbench_kv.engines.core.rows import Fed
 from agentbench_kv.engines.serving.wire import CpuRoom, ModelFacts
 from agentbench_kv.engines.sglang.engine import SglangEngineWire, _refuse_abort, flags
 from agentbench_kv.engines.sglang.plugin import cpu
-from agentbench_kv.engines.sglang.plugin.hooks import TARGETS, Patches
+from agentbench_kv.engines.sglang.plugin.hooks import Patches
 from agentbench_kv.engines.sglang.plugin.memory import add_one_req, running_growth
 from agentbench_kv.engines.sglang.plugin.sessions import SglangSessions, attach
+from agentbench_kv.engines.sglang.plugin.versions import VERSIONS, Sglang0512, Sglang0523
 from agentbench_kv.engines.sglang.plugin.worker import (
     DecodedRow,
     DeviceWorker,
@@ -74,10 +75,17 @@ def test_a_refusal_for_lack_of_memory_is_one() -> None:
     _refuse_abort({"meta_info": {"finish_reason": None}})
 
 
-def test_every_target_has_a_hook() -> None:
-    patches = Patches(SimpleNamespace())  # type: ignore[arg-type]
-    assert all(callable(patches.hook(target)) for target in TARGETS)
-    assert len({patches.hook(target).__name__ for target in TARGETS}) == len(TARGETS)
+@pytest.fixture(params=VERSIONS, ids=lambda version: type(version).__name__)
+def version(request: pytest.FixtureRequest) -> Sglang0512:
+    found: Sglang0512 = request.param
+    return found
+
+
+def test_every_target_has_a_hook(version: Sglang0512) -> None:
+    patches = Patches(SimpleNamespace(), version)  # type: ignore[arg-type]
+    hooks = {patches.hook(target) for target in version.targets}
+    assert all(callable(hook) for hook in hooks)
+    assert len(hooks) == len(version.targets)
 
 
 def request(rid: str, tokens: int, limit: int, session: str | None = None) -> Any:
@@ -89,7 +97,6 @@ def request(rid: str, tokens: int, limit: int, session: str | None = None) -> An
         sampling_params=parameters,
         origin_input_ids=list(range(tokens)),
         output_ids=[],
-        extend_input_len=tokens,
     )
 
 
@@ -161,15 +168,20 @@ def test_admission_counts_with_bounded_growth(
         seen.append((sampling.max_new_tokens, sampling.ignore_eos, rest))
         return "added"
 
-    added = add_one_req(sessions, original, None, arrived, has_chunked_req=False)
+    added = add_one_req(sessions, original, None, arrived, 100, has_chunked_req=False)
     assert added == "added"
     assert seen == [(growth, False, {"has_chunked_req": False})]
     assert (arrived.sampling_params.max_new_tokens, arrived.sampling_params.ignore_eos) == (
         5000,
         True,
     )
-    running = running_growth(sessions, lambda *_: 4096.0, None, arrived)
-    assert running <= min(4096, growth + 100)
+
+    def estimate(_adder: Any, asked: Any) -> float:
+        assert not asked.sampling_params.ignore_eos
+        return 4096.0
+
+    assert running_growth(sessions, estimate, None, arrived) <= min(4096, growth + 100)
+    assert arrived.sampling_params.ignore_eos
 
 
 class FakeWorker:
@@ -194,31 +206,46 @@ class FakeCache:
     def __init__(self) -> None:
         self.freed: list[tuple[int, int]] = []
 
-    def _free_kv_aligned(self, _row: int, first: int, end: int) -> None:
+    def _free_kv_aligned(self, row: Any, first: int, end: int) -> None:
+        assert getattr(row, "req_pool_idx", row) == 1
         self.freed.append((first, end))
 
 
-def turn(overlap: bool, method: Method) -> tuple[Any, FakeWorker, FakeCache, list[Eviction]]:
+def prefilled_request(version: Sglang0512, tokens: int, limit: int) -> Any:
+    """Return a request of a session whose prefill is about to run, as a version describes it."""
+    one, record = request("r", tokens, limit, "s"), SimpleNamespace()
+    if isinstance(version, Sglang0523):
+        one.kv, one.prefix_len, one.extend_end = record, 0, tokens
+        one.get_fill_ids = lambda: one.origin_input_ids[: one.extend_end]
+    else:
+        record, one.fill_ids, one.prefix_indices = one, one.origin_input_ids, []
+    record.req_pool_idx = 1
+    record.kv_committed_len = record.kv_allocated_len = tokens
+    return one
+
+
+def turn(
+    version: Sglang0512, overlap: bool, method: Method
+) -> tuple[Any, FakeWorker, FakeCache, list[Eviction]]:
     """Play one turn of 6 tokens as SGLang's scheduler would, working ahead or not."""
     sessions, worker, cache = table_of(method), FakeWorker(), FakeCache()
     evictions = list[Eviction]()
     compactor = SimpleNamespace(carry_out=lambda _held, _row, eviction: evictions.append(eviction))
-    steps = Steps(sessions, worker, compactor)  # type: ignore[arg-type]
-    one = request("r", 20, 6, "s")
-    one.fill_ids, one.prefix_indices, one.req_pool_idx = one.origin_input_ids, [], 1
-    one.kv_committed_len = one.kv_allocated_len = 20
-    held = sessions.begin(one)
+    steps = Steps(sessions, worker, compactor, version)  # type: ignore[arg-type]
+    one = prefilled_request(version, 20, 6)
+    rows, held = version.rows(one), sessions.begin(one)
     steps.prefill([one])
     sampled = list(range(100, 106))
     lengths = torch.tensor([20])
-    batch = SimpleNamespace(reqs=[one], seq_lens=lengths, seq_lens_cpu=lengths, seq_lens_sum=20)
+    summed = None if isinstance(version, Sglang0523) else 20
+    batch = SimpleNamespace(reqs=[one], seq_lens=lengths, seq_lens_cpu=lengths, seq_lens_sum=summed)
     late = 1 if overlap else 0
     for step in range(1, 6 + late):
         one.output_ids = sampled[: step - late]
         steps.prepare(batch)
         steps.decode([one])
-        one.kv_committed_len += 1
-        one.kv_allocated_len += 1
+        rows.kv_committed_len += 1
+        rows.kv_allocated_len += 1
         batch.seq_lens_cpu = batch.seq_lens_cpu + 1
         batch.seq_lens = batch.seq_lens + 1
     one.output_ids = list(sampled)
@@ -227,11 +254,11 @@ def turn(overlap: bool, method: Method) -> tuple[Any, FakeWorker, FakeCache, lis
 
 
 @pytest.mark.parametrize("name", ["full-constrained", "streamingllm"])
-def test_working_ahead_changes_nothing(name: str) -> None:
+def test_working_ahead_changes_nothing(version: Sglang0512, name: str) -> None:
     settings: dict[str, Any] = {"interval": 3, "sinks": 1}
     compresses = name != "full-constrained"
     method = make_method(name, 8 if compresses else None, settings if compresses else {})
-    plain, ahead = (turn(overlap, method) for overlap in (False, True))
+    plain, ahead = (turn(version, overlap, method) for overlap in (False, True))
     assert plain[0].ledger.snapshot() == ahead[0].ledger.snapshot()
     assert plain[1].labelled == ahead[1].labelled == [*range(20), *range(100, 105)]
     assert plain[3] == ahead[3]

@@ -1,4 +1,4 @@
-"""SGLang 0.5.12 without a GPU: page tables in Python, and stand-ins for CUDA packages.
+"""SGLang without a GPU: page tables in Python, and stand-ins for CUDA packages.
 
 It imports CUDA packages it never calls there. The stand-ins are installed before its first import,
 in each of its processes, and only if the server runs on the CPU.
@@ -94,11 +94,13 @@ def _stand_in_for_kernels() -> None:
     """Put empty kernel modules in place; whatever is really called says that it is missing.
 
     Names other than those imported without a guard must stay absent: SGLang asks for some of them
-    to find out what it may use.
+    to find out what it may use. 0.5.12 imports a submodule, 0.5.23 what it calls `…_cpu`, for
+    speculative decoding.
     """
     native, submodule = ModuleType(_NATIVE), ModuleType(_SUBMODULE)
     native.__path__ = []
     native.__version__ = "0"  # type: ignore[attr-defined]
+    native.__getattr__ = _missing_on_cpu  # type: ignore[method-assign]
     submodule.__getattr__ = _missing  # type: ignore[method-assign]
     native.kvcacheio = submodule  # type: ignore[attr-defined]
     sys.modules[_NATIVE], sys.modules[_SUBMODULE] = native, submodule
@@ -109,6 +111,12 @@ def _missing(name: str) -> Any:
         raise AttributeError(name)
 
     def refuse(*_: Any, **__: Any) -> NoReturn:
-        raise NotImplementedError(f"{_SUBMODULE}.{name} needs a GPU")
+        raise NotImplementedError(f"{_NATIVE}'s {name} is not here: this is SGLang without a GPU")
 
     return refuse
+
+
+def _missing_on_cpu(name: str) -> Any:
+    if not name.endswith("_cpu"):
+        raise AttributeError(name)
+    return _missing(name)

@@ -8,24 +8,25 @@ before it installs anything, and a contract test checks it again.
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from agentbench_kv.engines.core.host import refuse_untested, symbol_problems
+from agentbench_kv.engines.core.host import refuse_untested
 from agentbench_kv.engines.core.policy import BackendPolicy
 from agentbench_kv.engines.core.rings import as_methods_see
 from agentbench_kv.engines.sglang.plugin.memory import Original, add_one_req, running_growth
 from agentbench_kv.engines.sglang.plugin.runtime import Runtime
 from agentbench_kv.engines.sglang.plugin.sessions import SglangSession, attach, wishes
+from agentbench_kv.engines.sglang.plugin.versions import Sglang0512, find_version
 
 
 class Patches:
     """All hooks of a process."""
 
-    def __init__(self, policy: BackendPolicy) -> None:
+    def __init__(self, policy: BackendPolicy, version: Sglang0512) -> None:
         self._policy = policy
+        self._version = version
         self._runtime: Runtime | None = None
 
     @property
@@ -39,12 +40,14 @@ class Patches:
         hook: Original = getattr(self, target.rpartition(".")[2].lstrip("_"))
         return hook
 
-    def init_memory_pool(self, original: Original, runner: Any, memory: int) -> None:
+    def init_memory_pool(self, original: Original, runner: Any, *args: Any, **kwargs: Any) -> None:
         """Take our memory before SGLang's cache takes what is left; CUDA graphs come later."""
-        runtime = Runtime(self._policy, runner)
-        original(runner, memory)
+        runtime = Runtime(self._policy, runner, self._version)
+        original(runner, *args, **kwargs)
         runtime.connect(runner)
         self._runtime = runtime
+
+    alloc_memory_pool = init_memory_pool
 
     def init_request_dispatcher(self, original: Original, scheduler: Any) -> None:
         original(scheduler)
@@ -79,17 +82,18 @@ class Patches:
             if id(request) not in left and session is not None:
                 self.runtime.memory.release_turn(session)
 
-    def get_new_batch_prefill(self, original: Original, scheduler: Any) -> Any:
+    def get_new_batch_prefill(self, original: Original, scheduler: Any, *running: Any) -> Any:
         """Make room for the first waiting request if nothing else will."""
-        batch = original(scheduler)
+        planned = original(scheduler, *running)
+        batch, running_batch = self._version.running_of(scheduler, planned)
         if batch is None:
-            self.runtime.memory.unblock()
-        return batch
+            self.runtime.memory.unblock(running_batch)
+        return planned
 
     def update_running_batch(self, original: Original, scheduler: Any, batch: Any) -> Any:
         """Run the events that fall due before SGLang looks at what memory is left."""
         size = batch.batch_size()
-        batch.filter_batch(v1_spec_info_filtered=True)
+        batch.filter_batch()
         if batch.batch_size() < size:
             batch.batch_is_full = False
         if not batch.is_empty():
@@ -106,24 +110,25 @@ class Patches:
         self.runtime.steps.decode(batch.reqs)
 
     def release_req(
-        self, original: Original, batch: Any, index: int, remaining: int, args: Any
-    ) -> None:
+        self, original: Original, batch: Any, index: int, *args: Any, **kwargs: Any
+    ) -> Any:
         """Free all rows of a request that is put back; SGLang would keep a session's."""
         request = batch.reqs[index]
         session = self.runtime.table.of(request)
         if session is None:
-            original(batch, index, remaining, args)
-            return
+            return original(batch, index, *args, **kwargs)
         self.runtime.memory.retracted += 1
+        resumable = True
         if session.lasting:
-            self._release_session_of(batch.tree_cache, request)
+            self._version.free_rows_of(batch.tree_cache, request)
             request.reset_for_retract()
         else:
-            original(batch, index, remaining, args)
+            resumable = original(batch, index, *args, **kwargs)
             self.runtime.steps.lose(session)
         self.runtime.steps.start_over(request, session)
         if request.to_finish is not None:
             self.runtime.memory.release_turn(session)
+        return resumable
 
     def init_next_round_input(
         self, original: Original, request: Any, *args: Any, **kwargs: Any
@@ -132,8 +137,7 @@ class Patches:
         original(request, *args, **kwargs)
         session = self.runtime.table.of(request)
         if session is not None and session.ledger.deficit:
-            request.fill_ids = request.fill_ids[session.ledger.deficit :]
-            request.set_extend_input_len(len(request.fill_ids) - len(request.prefix_indices))
+            self._version.skip_ids(request, session.ledger.deficit)
 
     def check_token_based_finish(self, original: Original, request: Any, tokens: list[int]) -> bool:
         """End a generation where the harness wants it."""
@@ -151,7 +155,8 @@ class Patches:
     def add_one_req(
         self, original: Original, adder: Any, request: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        return add_one_req(self.runtime.table, original, adder, request, *args, **kwargs)
+        table, uncached = self.runtime.table, self._version.uncached(request)
+        return add_one_req(table, original, adder, request, uncached, *args, **kwargs)
 
     def get_running_request_total_token_offset(
         self, original: Original, adder: Any, request: Any
@@ -179,7 +184,7 @@ class Patches:
             return request
         if wanted["repeated"]:
             del request.origin_input_ids[-wanted["repeated"] :]
-            request.origin_input_ids_unpadded = list(request.origin_input_ids)
+            request.origin_input_ids_unpadded = request.origin_input_ids[:]
         if len(request.origin_input_ids) != wanted["total"]:
             found = len(request.origin_input_ids)
             request.set_finish_with_abort(
@@ -222,9 +227,24 @@ class Patches:
             self.runtime.steps.lose(session)
             self.runtime.table.forget(session)
 
-    def init_new(self, original: Original, cls: Any, batch: Any, runner: Any) -> Any:
+    def claim_kv_row(self, original: Original, cache: Any, request: Any) -> bool:
+        """End a turn whose rows are about to go: one without a session, or one that is aborted."""
+        from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+        session = self.runtime.table.of(request) if request.finished() else None
+        if session is not None and not session.lasting:
+            self.runtime.steps.finish_alone(request, session)
+            self.runtime.steps.lose(session)
+            self.runtime.table.forget(session)
+        elif session is not None and isinstance(request.finished_reason, FINISH_ABORT):
+            self._before_release(self._version.sessions(cache), session)
+        return bool(original(cache, request))
+
+    def init_new(
+        self, original: Original, cls: Any, batch: Any, runner: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         """Give a forward the logical positions of its tokens."""
-        forward = original(cls, batch, runner)
+        forward = original(cls, batch, runner, *args, **kwargs)
         worker = self.runtime.worker
         mode = forward.forward_mode
         if forward.positions is None or mode.is_idle() or worker.rows.cache_positions:
@@ -264,68 +284,14 @@ class Patches:
 
     def _before_release(self, cache: Any, session: SglangSession) -> None:
         runtime, slot = self.runtime, cache.slots.get(session.name)
-        request = session.request
-        if slot is not None and request is not None and request.req_pool_idx is not None:
+        request, rows = session.request, self._version.rows
+        if slot is not None and request is not None and rows(request).req_pool_idx is not None:
             # SGLang takes the longer of the two, but events have shortened the request's.
-            slot.kv_allocated_len = request.kv_allocated_len
+            rows(slot).kv_allocated_len = rows(request).kv_allocated_len
         runtime.forks.hand_over(session)
         runtime.steps.lose(session)
         if request is not None and request.finished():
             runtime.table.end_turn(session, session.tokens)
-
-    def _release_session_of(self, cache: Any, request: Any) -> None:
-        """Free all rows of a session whose request is running."""
-        from sglang.srt.session.streaming_session import SessionSlot
-
-        name = request.session.session_id
-        slot = cache.slots.setdefault(name, SessionSlot())
-        slot.req_pool_idx = request.req_pool_idx
-        cache.release_session(name)
-        request.req_pool_idx = None
-
-
-_BATCH = "sglang.srt.managers.schedule_batch.ScheduleBatch."
-_REQ = "sglang.srt.managers.schedule_batch.Req."
-_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
-_ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder."
-_STREAMING = "sglang.srt.session.streaming_session.StreamingSession."
-
-
-TARGETS: Mapping[str, tuple[str, ...]] = {
-    "sglang.srt.model_executor.model_runner_kv_cache_mixin.ModelRunnerKVCacheMixin"
-    ".init_memory_pool": ("self", "pre_model_load_memory"),
-    _SCHEDULER + "init_request_dispatcher": ("self",),
-    _SCHEDULER + "process_input_requests": ("self", "recv_reqs"),
-    _SCHEDULER + "init_req_max_new_tokens": ("self", "req"),
-    _SCHEDULER + "_add_request_to_queue": ("self", "req", "is_retracted"),
-    _SCHEDULER + "abort_request": ("self", "recv_req"),
-    _SCHEDULER + "get_new_batch_prefill": ("self",),
-    _SCHEDULER + "update_running_batch": ("self", "batch"),
-    _BATCH + "prepare_for_extend": ("self",),
-    _BATCH + "prepare_for_decode": ("self",),
-    _BATCH + "release_req": ("self", "idx", "remaing_req_count", "server_args"),
-    _REQ + "init_next_round_input": ("self", "tree_cache", "cow_mamba"),
-    _REQ + "_check_token_based_finish": ("self", "new_accepted_tokens"),
-    _ADDER + "add_one_req": ("self", "req", "has_chunked_req", "truncation_align_size"),
-    _ADDER + "_get_running_request_total_token_offset": ("self", "req"),
-    "sglang.srt.session.session_controller.Session.create_req": (
-        "self", "req", "tokenizer", "vocab_size", "eos_token_ids",
-    ),
-    "sglang.srt.session.session_controller.SessionController._close": ("self", "session_id"),
-    _STREAMING + "_trim_overshoot": ("self", "req", "finished_len"),
-    _STREAMING + "release_session": ("self", "session_id"),
-    "sglang.srt.mem_cache.chunk_cache.ChunkCache.cache_finished_req": ("self", "req", "is_insert"),
-    "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new": (
-        "cls", "batch", "model_runner",
-    ),
-    "sglang.srt.layers.attention.base_attn_backend.AttentionBackend.forward": (
-        "self", "q", "k", "v", "layer", "forward_batch", "save_kv_cache", "kwargs",
-    ),
-}  # fmt: skip
-
-
-def mismatches() -> list[str]:
-    return symbol_problems(TARGETS, exact=True)
 
 
 TESTED = ("0.5.12",)
@@ -350,19 +316,19 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     check_version()
-    problems = mismatches()
+    version, problems = find_version()
     if problems:
         raise SystemExit("kvbench: this SGLang is not the one expected: " + "; ".join(problems))
-    patches = Patches(BackendPolicy.load())
-    for target in TARGETS:
+    patches = Patches(BackendPolicy.load(), version)
+    for target in version.targets:
         HookRegistry.register(target, patches.hook(target), HookType.AROUND)
     HookRegistry.apply_hooks()
-    check_installed()
+    check_installed(version)
 
 
-def check_installed() -> None:
+def check_installed(version: Sglang0512) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    missing = sorted(set(TARGETS) - HookRegistry._patched)
+    missing = sorted(set(version.targets) - HookRegistry._patched)
     if missing:
         raise SystemExit(f"kvbench: hooks were not installed: {', '.join(missing)}")

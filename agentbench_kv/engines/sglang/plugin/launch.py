@@ -12,6 +12,7 @@ from agentbench_kv.engines.core.host import follow_parent
 from agentbench_kv.engines.core.policy import VARIABLE
 from agentbench_kv.engines.sglang.plugin import cpu
 from agentbench_kv.engines.sglang.plugin.hooks import KEY, check_installed, check_version
+from agentbench_kv.engines.sglang.plugin.versions import find_version
 
 CPU = "SGLANG_USE_CPU_ENGINE"
 
@@ -29,10 +30,13 @@ def main() -> None:
     from sglang.srt.utils import kill_process_tree
 
     load_plugins()
+    words = sys.argv[1:]
     if VARIABLE in os.environ:
-        check_installed()  # SGLang only logs a plug-in it cannot load.
+        version, _ = find_version()
+        check_installed(version)  # SGLang only logs a plug-in it cannot load.
+        words = version.arguments(words)
     try:
-        run_server(prepare_server_args([*sys.argv[1:], "--api-key", os.environ[KEY]]))
+        run_server(prepare_server_args([*words, "--api-key", os.environ[KEY]]))
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
 

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from agentbench_kv.engines.sglang.plugin.sessions import SglangSession, SglangSessions
+from agentbench_kv.engines.sglang.plugin.versions import Sglang0512
 from agentbench_kv.engines.sglang.plugin.worker import Compactor, DeviceWorker
 
 Original = Callable[..., Any]
@@ -23,9 +24,10 @@ Original = Callable[..., Any]
 class MemoryPressure:
     """Frees the rows of sessions that do not generate; going on, they are computed again."""
 
-    def __init__(self, table: SglangSessions, scheduler: Any) -> None:
+    def __init__(self, table: SglangSessions, scheduler: Any, version: Sglang0512) -> None:
         self._table = table
         self._scheduler = scheduler
+        self._version = version
         self._stuck: str | None = None  # the request that was first in vain
         self.drops = 0
         self.retracted = 0
@@ -34,14 +36,14 @@ class MemoryPressure:
         while not batch.check_decode_mem() and self._drop_one():
             pass
 
-    def unblock(self) -> None:
+    def unblock(self, running_batch: Any) -> None:
         """Let the first waiting request start if nothing else that runs would ever make room."""
         scheduler = self._scheduler
-        busy = scheduler.chunked_req is not None or not scheduler.running_batch.is_empty()
+        busy = scheduler.chunked_req is not None or not running_batch.is_empty()
         if busy or not scheduler.waiting_queue or _unfinished(scheduler.last_batch):
             self._stuck = None
             return
-        scheduler.running_batch.batch_is_full = False
+        running_batch.batch_is_full = False
         first = scheduler.waiting_queue[0]
         # A batch may still be marked as full from before; the second look is meant.
         seen, self._stuck = self._stuck == first.rid, first.rid
@@ -56,8 +58,7 @@ class MemoryPressure:
         self._scheduler.tree_cache.release_session(victim.name)
         if victim.request is not None:
             # It may have been given the row in an earlier attempt to start.
-            victim.request.req_pool_idx = None
-            victim.request.kv_committed_len = victim.request.kv_allocated_len = 0
+            self._version.forget_rows(victim.request)
         self.drops += 1
         return True
 
@@ -79,13 +80,13 @@ class MemoryPressure:
         rows = session.ledger.live if session is not None else 0
         reason = FINISH_ABORT(
             f"the KV cache holds {scheduler.max_total_num_tokens} tokens; a session with {rows} "
-            f"rows needs room for {request.extend_input_len} more and what it generates; lower "
-            "--concurrency, the budget or max tokens",
+            f"rows needs room for {self._version.uncached(request)} more and what it generates; "
+            "lower --concurrency, the budget or max tokens",
             err_type="CapacityError",
         )
         scheduler.waiting_queue.remove(request)
         abort = AbortReq(finished_reason=reason.to_json(), rid=request.rid)
-        scheduler.send_to_tokenizer.send_output(abort, request)
+        self._version.send_abort(scheduler, abort, request)
         if session is not None:
             self.release_turn(session)
 
@@ -103,7 +104,13 @@ def _unfinished(batch: Any) -> bool:
 
 
 def add_one_req(
-    table: SglangSessions, original: Original, adder: Any, request: Any, **rest: Any
+    table: SglangSessions,
+    original: Original,
+    adder: Any,
+    request: Any,
+    uncached: int,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """Admit as SGLang does for requests that may end early, with our bound on their growth.
 
@@ -115,18 +122,22 @@ def add_one_req(
     session = table.of(request)
     sampling.ignore_eos = False
     if session is not None:
-        growth = _growth(table, session, request, request.extend_input_len)
+        growth = _growth(table, session, request, uncached)
         sampling.max_new_tokens = len(request.output_ids) + growth
     try:
-        return original(adder, request, **rest)
+        return original(adder, request, *args, **kwargs)
     finally:
         sampling.ignore_eos, sampling.max_new_tokens = asked
 
 
 def running_growth(table: SglangSessions, original: Original, adder: Any, request: Any) -> float:
     """Return the tokens a running request may still add."""
-    session = table.of(request)
-    estimate: float = original(adder, request)
+    session, sampling = table.of(request), request.sampling_params
+    asked, sampling.ignore_eos = sampling.ignore_eos, False  # it may end early, as above
+    try:
+        estimate: float = original(adder, request)
+    finally:
+        sampling.ignore_eos = asked
     return estimate if session is None else min(estimate, _growth(table, session, request, 0))
 
 
@@ -145,7 +156,12 @@ class Forks:
     """Makes forks and keeps their rows apart."""
 
     def __init__(
-        self, table: SglangSessions, worker: DeviceWorker, compactor: Compactor, scheduler: Any
+        self,
+        table: SglangSessions,
+        worker: DeviceWorker,
+        compactor: Compactor,
+        scheduler: Any,
+        version: Sglang0512,
     ) -> None:
         # Rows that forks found in place, and rows that were copied for them, so far.
         self.shared = self.copied = 0
@@ -153,6 +169,7 @@ class Forks:
         self._worker = worker
         self._compactor = compactor
         self._scheduler = scheduler
+        self._version = version
 
     def make(self, source: SglangSession, name: str) -> dict[str, int]:
         """Open a session that has seen what `source`, at rest, has; count shared and copied rows.
@@ -163,9 +180,8 @@ class Forks:
             raise ValueError("a method that evicts by itself would move the shared rows")
         if name in self._table.sessions:
             raise ValueError(f"session {name} is open already")
-        cache, page = self._scheduler.tree_cache, self._worker.pool.page
-        slot = cache.slots.get(source.name)
-        rows = 0 if slot is None else slot.kv_committed_len
+        held, page = self.held(source.name), self._worker.pool.page
+        rows = 0 if held is None else held.kv_committed_len
         partial = rows % page and self._scheduler.token_to_kv_pool_allocator.available_size() < page
         if partial or not self._scheduler.req_to_token_pool.free_slots:
             raise ValueError("there is no room for another session; close one first")
@@ -173,10 +189,10 @@ class Forks:
         fork = self._table.open(name, lasting=True)
         fork.ledger = source.ledger.fork()
         fork.tokens = source.tokens
-        if not rows:
+        if held is None or not rows:
             return {"shared": 0, "copied": 0}
         shared = rows // page * page
-        self._share(slot.req_pool_idx, name, rows, shared)
+        self._share(held.req_pool_idx, name, rows, shared)
         fork.parent, fork.shared = source.name, shared
         self.shared += shared
         self._worker.rows.fork(source.name, name)
@@ -185,11 +201,11 @@ class Forks:
     def hand_over(self, owner: SglangSession) -> None:
         """Give an owner's shared rows to a fork before the owner's are freed."""
         forks = sorted(self._table.forks_of(owner), key=lambda fork: fork.shared)
-        slot = self._scheduler.tree_cache.slots.get(owner.name)
-        if not forks or slot is None:
+        held = self.held(owner.name)
+        if not forks or held is None:
             return
         heir = forks.pop()
-        slot.cache_protected_len = heir.shared
+        held.cache_protected_len = heir.shared
         self._protect(heir, owner.shared)
         heir.parent, heir.shared = owner.parent, owner.shared
         for fork in forks:
@@ -201,6 +217,11 @@ class Forks:
         other = session.parent or next(iter(forks), None)
         if other is not None:
             raise ValueError(f"session {session.name} shares rows with {other}; close it first")
+
+    def held(self, name: str) -> Any:
+        """Return the row and the lengths of a session's slot; None without a slot."""
+        slot = self._version.sessions(self._scheduler.tree_cache).slots.get(name)
+        return None if slot is None else self._version.rows(slot)
 
     def _open_session(self, source: str, name: str) -> None:
         from sglang.srt.managers.io_struct import OpenSessionReqInput
@@ -216,23 +237,20 @@ class Forks:
         for node in parent.req_nodes.values():
             request = copy.copy(node.req)
             request.session = None
+            # SGLang may append a session's next turn to the arrays of its last one.
+            request.origin_input_ids = request.origin_input_ids[:]
+            request.origin_input_ids_unpadded = request.origin_input_ids_unpadded[:]
             controller.sessions[name].req_nodes = {request.rid: SessionReqNode(request)}
 
     def _share(self, source_row: int, name: str, rows: int, shared: int) -> None:
         """Make a slot whose first rows are another one's."""
-        from sglang.srt.session.streaming_session import SessionSlot
-
         requests, table = self._scheduler.req_to_token_pool, self._worker.pool.table
-        row = requests.free_slots.pop(0)
+        row = self._version.take_row(requests)
         table[row, :shared] = table[source_row, :shared]
         if rows > shared:
             self._copy_tail(source_row, row, rows, shared)
-        self._scheduler.tree_cache.slots[name] = SessionSlot(
-            req_pool_idx=row,
-            kv_committed_len=rows,
-            kv_allocated_len=rows,
-            cache_protected_len=shared,
-        )
+        slots = self._version.sessions(self._scheduler.tree_cache).slots
+        slots[name] = self._version.slot(row, rows, shared)
 
     def _copy_tail(self, source_row: int, row: int, rows: int, shared: int) -> None:
         table, page = self._worker.pool.table, self._worker.pool.page
@@ -247,8 +265,8 @@ class Forks:
 
     def _protect(self, fork: SglangSession, rows: int) -> None:
         """Say how many of a fork's first rows are not its own."""
-        slot = self._scheduler.tree_cache.slots.get(fork.name)
-        if slot is not None:
-            slot.cache_protected_len = rows
+        held = self.held(fork.name)
+        if held is not None:
+            held.cache_protected_len = rows
         if fork.request is not None:
-            fork.request.cache_protected_len = rows
+            self._version.rows(fork.request).cache_protected_len = rows

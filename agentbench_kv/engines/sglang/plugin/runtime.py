@@ -19,6 +19,7 @@ from agentbench_kv.engines.core.policy import BackendPolicy, rope_frequencies
 from agentbench_kv.engines.core.rings import RowShape
 from agentbench_kv.engines.sglang.plugin.memory import Forks, MemoryPressure
 from agentbench_kv.engines.sglang.plugin.sessions import SglangSession, SglangSessions
+from agentbench_kv.engines.sglang.plugin.versions import Sglang0512
 from agentbench_kv.engines.sglang.plugin.worker import (
     Compactor,
     DeviceWorker,
@@ -36,11 +37,11 @@ _PATIENCE_S = 60.0  # for the scheduler to come to a command
 CAPACITY = 1 << 40
 
 
-def refuse_wrong_results(runner: Any) -> None:
+def refuse_wrong_results(runner: Any, version: Sglang0512) -> None:
     """Refuse options and models that eviction would make wrong."""
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-    args, config, pool = runner.server_args, runner.model_config, runner.token_to_kv_pool
+    args, config, pool = version.options(runner), runner.model_config, runner.token_to_kv_pool
     window = getattr(runner, "sliding_window_size", None)
     wrong = {
         "the radix cache (--disable-radix-cache is missing)": not args.disable_radix_cache,
@@ -52,11 +53,12 @@ def refuse_wrong_results(runner: Any) -> None:
         "prefill/decode disaggregation": args.disaggregation_mode != "null",
         "hierarchical caches": args.enable_hierarchical_cache or args.enable_hisparse,
         "two-batch overlap": args.enable_two_batch_overlap,
-        "piecewise CUDA graphs": args.device == "cuda" and not args.disable_piecewise_cuda_graph,
+        "CUDA graphs of prefills": version.captures_prefills(args),
         "a quantised KV cache": args.kv_cache_dtype not in ("auto", "bfloat16", "bf16"),
         f"this model's cache ({type(pool).__name__})": type(pool) is not MHATokenToKVPool,
+        "a cache that is not laid out by slot": getattr(pool, "kv_cache_layout", "nhd") != "nhd",
         "sliding-window attention": runner.is_hybrid_swa or (window is not None and window > 0),
-        "multimodal models": config.is_multimodal or runner.model_is_mrope,
+        "multimodal models": config.is_multimodal or version.has_mrope(runner),
         "encoder-decoder models": config.is_encoder_decoder,
         "attention in chunks": getattr(config, "attention_chunk_size", None) is not None,
     }
@@ -69,19 +71,21 @@ class Runtime:
     CUDA graphs are captured between the last two.
     """
 
-    def __init__(self, policy: BackendPolicy, runner: Any) -> None:
+    def __init__(self, policy: BackendPolicy, runner: Any, version: Sglang0512) -> None:
         self.policy = policy
-        args = runner.server_args
-        self._captured = args.device == "cuda" and not args.disable_cuda_graph
-        shape = planned_shape(runner)
+        self.version = version
+        args = version.options(runner)
+        self._captured = version.captures_decodes(args)
+        shape = planned_shape(runner, version.layers(runner))
         frequencies = rope_frequencies(policy).to(shape.device)
         requests = args.max_running_requests or _REQUESTS
         self.worker = DeviceWorker(policy, shape, frequencies, requests)
 
     def connect(self, runner: Any) -> None:
         """Take over the cache, once SGLang has made it of the memory that was left."""
-        refuse_wrong_results(runner)
-        pool, shape, policy = _pool(runner), _shape(runner), self.policy
+        refuse_wrong_results(runner, self.version)
+        page = self.version.options(runner).page_size
+        pool, shape, policy = _pool(runner, page), _shape(runner), self.policy
         if shape != self.worker.shape or len(pool.table) > len(self.worker.deficits):
             raise ValueError(
                 f"kvbench: SGLang's cache is {shape}, {len(pool.table)} requests; expected "
@@ -101,9 +105,10 @@ class Runtime:
         if self._captured:
             self.worker.check_seen()
         self.compactor = Compactor(self.worker, scheduler.token_to_kv_pool_allocator)
-        self.steps = Steps(self.table, self.worker, self.compactor)
-        self.memory = MemoryPressure(self.table, scheduler)
-        self.forks = Forks(self.table, self.worker, self.compactor, scheduler)
+        version = self.version
+        self.steps = Steps(self.table, self.worker, self.compactor, version)
+        self.memory = MemoryPressure(self.table, scheduler, version)
+        self.forks = Forks(self.table, self.worker, self.compactor, scheduler, version)
         # Readable when a command waits, for a scheduler that sleeps on file descriptors.
         self._bell, ring = os.pipe()
         os.set_blocking(self._bell, False)
@@ -132,11 +137,11 @@ class Runtime:
         self.worker.configure(policy)
 
 
-def planned_shape(runner: Any) -> RowShape:
+def planned_shape(runner: Any, layers: int) -> RowShape:
     """Return what SGLang's cache will be like, before it is there."""
     config, gpu = runner.model_config, runner.device == "cuda"
     return RowShape(
-        runner.num_effective_layers,
+        layers,
         config.num_attention_heads,
         config.get_num_kv_heads(1),
         config.head_dim,
@@ -152,8 +157,8 @@ def _shape(runner: Any) -> RowShape:
     return RowShape(len(buffers), q_heads, kv_heads, head_dim, slots.dtype, slots.device)
 
 
-def _pool(runner: Any) -> Pool:
-    pool, page = runner.token_to_kv_pool, runner.server_args.page_size
+def _pool(runner: Any, page: int) -> Pool:
+    pool = runner.token_to_kv_pool
     keys, values = (
         PagedRows.of([slots.unflatten(0, (-1, page)) for slots in buffer], "brhd")
         for buffer in (pool.k_buffer, pool.v_buffer)
@@ -241,27 +246,29 @@ class Commands(SessionCommands[SglangSession]):
         runtime = self._runtime
         session = self._at_rest(request)
         runtime.forks.check_alone(session)
-        slot = runtime.scheduler.tree_cache.slots.get(session.name)
-        if slot is None:
+        held = runtime.forks.held(session.name)
+        if held is None:
             return 0
-        eviction = runtime.compactor.evict(session, slot.req_pool_idx, request["spans"])
+        eviction = runtime.compactor.evict(session, held.req_pool_idx, request["spans"])
         if eviction is None:
             return 0
-        shorten(slot, eviction.live - eviction.keep)
+        shorten(held, eviction.live - eviction.keep)
         return eviction.live - eviction.keep
 
     def _rewind(self, request: Mapping[str, Any]) -> None:
         """Forget the tokens of a session at rest from logical position `length` on."""
         runtime, session, length = self._runtime, self._at_rest(request), request["length"]
         runtime.forks.check_alone(session)
-        slot = runtime.scheduler.tree_cache.slots.get(session.name)
+        held = runtime.forks.held(session.name)
         if not length:
             self._reset(request)
-        elif slot is not None and length < session.ledger.fed:
-            shorten(slot, runtime.compactor.cut(session, slot.req_pool_idx, length))
+        elif held is not None and length < session.ledger.fed:
+            shorten(held, runtime.compactor.cut(session, held.req_pool_idx, length))
         session.ledger.rewind(length, session.ledger.live)
         session.tokens = min(session.tokens, length)
-        cut_history(runtime.scheduler.session_controller.sessions[session.name], length)
+        known = runtime.scheduler.session_controller.sessions[session.name]
+        cut_history(known, length)
+        runtime.version.rewrite_history(known)
 
     def _find(self, request: Mapping[str, Any]) -> SglangSession | None:
         return self._runtime.table.sessions.get(request["session"])

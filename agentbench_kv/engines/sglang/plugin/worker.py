@@ -24,6 +24,7 @@ from agentbench_kv.engines.core.rings import RingWrite, RowShape
 from agentbench_kv.engines.core.rows import Fed, PagedStore, WorkerRows
 from agentbench_kv.engines.core.transfers import to_device, used_here
 from agentbench_kv.engines.sglang.plugin.sessions import SglangSession, SglangSessions
+from agentbench_kv.engines.sglang.plugin.versions import Sglang0512
 from agentbench_kv.kernels.layout import PagedRows
 from agentbench_kv.methods.spans import SpanRange
 from agentbench_kv.phases.machine import PromptPhases
@@ -236,10 +237,10 @@ class Compactor:
         self._free_pages(row, eviction.keep, eviction.live)
 
 
-def shorten(holder: Any, removed: int) -> None:
-    """Take removed rows off the lengths that a request or a session's slot keeps."""
-    holder.kv_committed_len -= removed
-    holder.kv_allocated_len -= removed
+def shorten(held: Any, removed: int) -> None:
+    """Take removed rows off the lengths that are kept of a request or a session."""
+    held.kv_committed_len -= removed
+    held.kv_allocated_len -= removed
 
 
 def cut_history(session: Any, length: int) -> None:
@@ -258,16 +259,24 @@ def cut_history(session: Any, length: int) -> None:
 class Steps:
     """The life of a turn."""
 
-    def __init__(self, table: SglangSessions, worker: DeviceWorker, compactor: Compactor) -> None:
+    def __init__(
+        self,
+        table: SglangSessions,
+        worker: DeviceWorker,
+        compactor: Compactor,
+        version: Sglang0512,
+    ) -> None:
         self._table = table
         self._worker = worker
         self._compactor = compactor
+        self._version = version
 
     def prefill(self, requests: Sequence[Any]) -> None:
         """Count a prefill that is about to run, and plan which of its queries to keep."""
         fed, parts, prompts, start = [], [], {}, 0
         for request in requests:
-            rows = request.extend_input_len
+            tokens = self._version.prefilled(request)
+            rows = len(tokens)
             session = self._table.of(request)
             if session is not None:
                 if session.starting is not None:
@@ -276,11 +285,11 @@ class Steps:
                     session.ledger.opens_with(session.prompt.prompt, session.prompt.system)
                     session.ledger.begin_turn(session.starting if session.ledger.fed else total)
                     session.starting = None
-                tokens = request.fill_ids[len(request.prefix_indices) :]
+                held = self._version.rows(request)
                 fed.append(Fed(session.name, session.ledger.fed, tokens))
                 session.ledger.forward(rows)
-                self._check(session, request.kv_committed_len)
-                row, live = request.req_pool_idx, session.ledger.live
+                self._check(session, held.kv_committed_len)
+                row, live = held.req_pool_idx, session.ledger.live
                 parts.append(PrefilledRows(session.name, row, start, rows, live))
                 prompts[session.name] = session.prompt
                 self._worker.deficits[row] = session.ledger.deficit
@@ -317,8 +326,7 @@ class Steps:
         eviction = self._settle_last(request, session, samples)
         live = session.ledger.live if eviction is None else eviction.live
         # The last forward may have been one too many.
-        cache._free_kv_aligned(request.req_pool_idx, live, request.kv_allocated_len)
-        request.kv_committed_len = request.kv_allocated_len = live
+        self._version.free_behind(cache, request, live)
         if eviction is not None:
             self._apply(session, request, eviction)
         last = session.ledger.end_turn()
@@ -364,7 +372,8 @@ class Steps:
             fed = Fed(session.name, session.ledger.fed, [request.output_ids[session.samples - 1]])
             session.ledger.forward(1)
             session.decoding = False
-            decoded.append(DecodedRow(fed, request.req_pool_idx, session.ledger.live))
+            row = self._version.rows(request).req_pool_idx
+            decoded.append(DecodedRow(fed, row, session.ledger.live))
         if decoded and self._worker.keeps_queries:
             self._worker.wait_for_forward()
         self._worker.settle(decoded)
@@ -379,8 +388,9 @@ class Steps:
     def _apply(self, session: SglangSession, request: Any, eviction: Eviction) -> int:
         """Carry out an event of a request; return the rows removed."""
         removed = eviction.live - eviction.keep
-        self._compactor.carry_out(session, request.req_pool_idx, eviction)
-        shorten(request, removed)
+        held = self._version.rows(request)
+        self._compactor.carry_out(session, held.req_pool_idx, eviction)
+        shorten(held, removed)
         return removed
 
     def _check(self, session: SglangSession, rows: int, eviction: Eviction | None = None) -> None:
@@ -400,4 +410,5 @@ def _shorten_batch(batch: Any, removed: dict[int, int]) -> None:
     batch.seq_lens_cpu = batch.seq_lens_cpu - taken
     on_device = to_device([removed.get(i, 0) for i in range(len(taken))], batch.seq_lens.device)
     batch.seq_lens = batch.seq_lens - on_device.to(batch.seq_lens.dtype)
-    batch.seq_lens_sum -= int(taken.sum())
+    if batch.seq_lens_sum is not None:  # or it is summed up when it is needed
+        batch.seq_lens_sum -= int(taken.sum())
