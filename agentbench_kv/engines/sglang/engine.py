@@ -162,8 +162,6 @@ class SglangEngineWire(EngineWire):
         environment = self._environment("sglang.srt.plugins", plugins) | {
             KEY: self._key,
             "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
-            # Never opened, but derived from the other port and refused if it is too large.
-            "SGLANG_GRPC_PORT": str(_free_port()),
         }
         if not self.gpu:
             environment["SGLANG_USE_CPU_ENGINE"] = "1"
@@ -301,6 +299,7 @@ def _unsupported(facts: ModelFacts, options: EngineOptions, *, gpu: bool) -> str
 
 def _free_port() -> int:
     """Return a port nobody has, below those that systems hand out unasked."""
+    # 0.5.12 names another one, 10,000 above, that it never opens.
     # It is used many seconds later; one of the others could be some connection's by then.
     while True:
         port = random.choice(_PORTS)

@@ -294,7 +294,7 @@ class Patches:
             runtime.table.end_turn(session, session.tokens)
 
 
-TESTED = ("0.5.12",)
+TESTED = ("0.5.12", "0.5.23")
 
 # The server's key comes this way because everybody may read a command line.
 KEY = "KVBENCH_SGLANG_KEY"

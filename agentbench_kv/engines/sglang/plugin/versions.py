@@ -23,7 +23,7 @@ _SESSION = "sglang.srt.session.session_controller."
 _INIT_NEW = "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new"
 
 # Functions that are wrapped in every version, with their parameters.
-_COMMON: Targets = {
+_COMMON: dict[str, tuple[str, ...]] = {
     _SCHEDULER + "init_request_dispatcher": ("self",),
     _SCHEDULER + "process_input_requests": ("self", "recv_reqs"),
     _SCHEDULER + "init_req_max_new_tokens": ("self", "req"),
@@ -178,11 +178,11 @@ class Sglang0523(Sglang0512):
 
     def captures_decodes(self, options: Any) -> bool:
         graphs = options.cuda_graph_config
-        return options.device == "cuda" and graphs.decode.backend != "disabled"
+        return bool(options.device == "cuda" and graphs.decode.backend != "disabled")
 
     def captures_prefills(self, options: Any) -> bool:
         graphs = options.cuda_graph_config
-        return options.device == "cuda" and graphs.prefill.backend != "disabled"
+        return bool(options.device == "cuda" and graphs.prefill.backend != "disabled")
 
     def layers(self, runner: Any) -> int:
         return int(runner.layer_info.num_effective_layers)
