@@ -208,3 +208,21 @@ def test_rows_that_go_are_accounted_for_before_they_do(
 
     assert patches.claim_kv_row(original, cache, request) is lasting
     assert runtime.done == [*expected, "freed"]
+
+
+def test_an_answer_of_0523_says_its_accounting_as_one_of_0512_does() -> None:
+    """Its front end joins what requests bring along to lists, an entry for every token."""
+    patches = Patches(SimpleNamespace(), Sglang0523())  # type: ignore[arg-type]
+    meta: dict[str, Any] = {"id": "r"}
+    brought = {"kvbench": [None, {"live": 7}], "theirs": [["a"], ["b"]]}
+
+    def original(_manager: Any, said: dict[str, Any], joined: list[Any], *rest: Any) -> None:
+        others, index, reason = rest
+        assert reason == "stop"
+        for name, values in others.items():
+            joined.extend(values[index])
+            said[name] = joined
+
+    patches.update_request_meta_info(original, None, meta, [], brought, 1, "stop")
+    assert meta == {"id": "r", "kvbench": {"live": 7}, "theirs": ["b"]}
+    assert brought.keys() == {"kvbench", "theirs"}

@@ -17,7 +17,7 @@ from agentbench_kv.engines.core.policy import BackendPolicy
 from agentbench_kv.engines.core.rings import as_methods_see
 from agentbench_kv.engines.sglang.plugin.memory import Original, add_one_req, running_growth
 from agentbench_kv.engines.sglang.plugin.runtime import Runtime
-from agentbench_kv.engines.sglang.plugin.sessions import SglangSession, attach, wishes
+from agentbench_kv.engines.sglang.plugin.sessions import ACCOUNT, SglangSession, attach, wishes
 from agentbench_kv.engines.sglang.plugin.versions import Sglang0512, find_version
 
 
@@ -239,6 +239,23 @@ class Patches:
         elif session is not None and isinstance(request.finished_reason, FINISH_ABORT):
             self._before_release(self._version.sessions(cache), session)
         return bool(original(cache, request))
+
+    def update_request_meta_info(
+        self,
+        original: Original,
+        manager: Any,
+        meta_info: dict[str, Any],
+        state: Any,
+        customized_info: dict[str, Any],
+        index: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Say a turn's accounting as it is: 0.5.23 takes it for a list, an entry per token."""
+        others = {name: all_ for name, all_ in customized_info.items() if name != ACCOUNT}
+        original(manager, meta_info, state, others, index, *args, **kwargs)
+        if ACCOUNT in customized_info:
+            meta_info[ACCOUNT] = customized_info[ACCOUNT][index]
 
     def init_new(
         self, original: Original, cls: Any, batch: Any, runner: Any, *args: Any, **kwargs: Any

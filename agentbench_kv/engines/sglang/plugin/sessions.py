@@ -15,6 +15,7 @@ from agentbench_kv.phases.machine import PromptPhases
 from agentbench_kv.phases.tokens import StopMatcher
 
 MatcherSource = Callable[[dict[str, Any]], StopMatcher]
+ACCOUNT = "kvbench"  # what an answer calls its session's accounting
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ def attach(request: Any, session: SglangSession | None) -> None:
 
     SGLang pairs what requests bring along by their order, so all of them must bring something.
     """
-    request.customized_info = {"kvbench": _Account(session)}
+    request.customized_info = {ACCOUNT: _Account(session)}
 
 
 class _Account:

@@ -163,6 +163,9 @@ class Sglang0523(Sglang0512):
             "self", "req", "tokenizer", "vocab_size", "eos_token_ids", "disagg_mode", "req_factory",
         ),
         "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.claim_kv_row": ("self", "req"),
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager.update_request_meta_info": (
+            "self", "meta_info", "state", "customized_info", "index", "finish_reason",
+        ),
         _INIT_NEW: (
             "cls", "batch", "model_runner", "capture_hidden_mode",
             "return_hidden_states_before_norm", "extend_position_info", "spec_mrope_positions",
