@@ -256,9 +256,11 @@ LLAMACPP = BuiltWheel(
 SGLANG_PROBE = """
 import importlib.metadata as m, importlib.util as u
 found = m.version("sglang")
-if found != "0.5.12":
-    raise SystemExit(f"expected SGLang 0.5.12, found {found}")
-absent = [n for n in ("torch", "torchvision", "zmq", "uvloop", "openai") if not u.find_spec(n)]
+if found not in ("0.5.12", "0.5.23"):
+    raise SystemExit(f"expected SGLang 0.5.23 (or 0.5.12), found {found}")
+wanted = ["torch", "torchvision", "zmq", "uvloop", "openai"]
+wanted += [] if found == "0.5.12" else ["xgrammar", "xxhash", "zstandard"]
+absent = [n for n in wanted if not u.find_spec(n)]
 if absent:
     raise SystemExit(f"lacks {absent}")
 import fastapi, msgspec, orjson, safetensors, tokenizers, transformers, uvicorn
@@ -344,7 +346,7 @@ _SUMMARIES = {
     "llamacpp": "llama.cpp through llama-cpp-python 0.3.36, built here for this processor",
     "vllm": "vLLM 0.32.0 on the CPU: the engine vllm",
     "vllm-cuda": "vLLM 0.32.0 on a GPU: the engine vllm (never built without one)",
-    "sglang": "SGLang 0.5.12 on the CPU: the engine sglang (on a GPU: sglang==0.5.12)",
+    "sglang": "SGLang 0.5.23 on the CPU: the engine sglang (on a GPU: sglang==0.5.23)",
     "tau2": "tau2-bench v0.2.0: customer-service simulations (airline, retail, telecom)",
     "tau2-v1": "tau2-bench v1.0.1: the same domains with other tasks, and banking_knowledge",
     "graphiti": "graphiti 0.31.1 (the open core of Zep): a graph of facts in a file, no telemetry",

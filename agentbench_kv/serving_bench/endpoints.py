@@ -185,7 +185,7 @@ class GatewayEndpoint(VllmEndpoint):
 
 
 class SglangEndpoint(ServerEndpoint):
-    """SGLang's server (0.5.12) with --enable-streaming-session: `/generate` takes only new ids."""
+    """SGLang's server with --enable-streaming-session: `/generate` takes only new ids."""
 
     needs_ids: ClassVar[bool] = False
 

@@ -1,4 +1,4 @@
-"""The SGLang engine: SGLang 0.5.12 in a process of its own, evicting through a plug-in."""
+"""The SGLang engine: 0.5.12 or 0.5.23 in a process of its own, evicting through a plug-in."""
 
 from __future__ import annotations
 
@@ -147,7 +147,12 @@ class SglangEngineWire(EngineWire):
     def details(self) -> dict[str, str]:
         chosen = self.options.max_live_tokens or "max-total-tokens" in self.options.engine_args
         cache = {} if chosen or self._room is None else {"cache": self._room.said()}
-        return super().details() | cache
+        return super().details() | cache | {"version": self._version()}
+
+    def _version(self) -> str:
+        with contextlib.suppress(httpx.HTTPError, ValueError, KeyError):
+            return str(self._client.get("/server_info").json()["version"])
+        return "unknown"
 
     def launch(self) -> Launch:
         self._commands.close()
