@@ -302,6 +302,7 @@ OTHER_STREAMS = {
     ("vllm", "deepseek-v3"),
     ("vllm", "deepseek-v3.1"),
 }
+MENDED_STREAMS = {("sglang", "glm")}  # in SGLang 0.5.23
 MARKERS = sorted({text for syntax in SYNTAXES.values() for text in syntax.markers if text})
 MARKERS += ["<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"]
 
@@ -395,4 +396,5 @@ def test_streams_of_a_server_are_what_it_reads_at_once(
     """Pieces of one, three and seven tokens: all that we read in streams is what it reads, too."""
     answers = oracles(server)[name]
     differ = [found for once, *streams in answers for found in streams if found != once]
-    assert bool(differ) == ((server, name) in OTHER_STREAMS), differ[:3]
+    if differ or (server, name) not in MENDED_STREAMS:
+        assert bool(differ) == ((server, name) in OTHER_STREAMS), differ[:3]
