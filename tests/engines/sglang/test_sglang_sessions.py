@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -278,17 +279,26 @@ def test_an_option_that_eviction_cannot_stand_ends_the_start(folder: Path) -> No
 
 
 def test_every_hook_is_where_it_is_expected(in_sglang: Callable[[str], str]) -> None:
-    code = "from agentbench_kv.engines.sglang.plugin.hooks import mismatches; print(mismatches())"
-    assert in_sglang(code).splitlines()[-1] == "[]"
+    code = """
+from importlib.metadata import version
+from agentbench_kv.engines.sglang.plugin.versions import find_version
+found, problems = find_version()
+print([type(found).__name__, version("sglang").replace(".", ""), problems])
+"""
+    name, number, problems = ast.literal_eval(in_sglang(code).splitlines()[-1])
+    assert problems == []
+    assert name == f"Sglang0{number[1:]}"
 
 
 def test_a_hook_that_moved_is_named(in_sglang: Callable[[str], str]) -> None:
     code = """
-from agentbench_kv.engines.sglang.plugin import hooks
+from agentbench_kv.engines.sglang.plugin import versions
 batch = "sglang.srt.managers.schedule_batch.ScheduleBatch."
-hooks.TARGETS = {batch + "prepare_for_decode": ("self", "moon_phase"), batch + "sleep": ("self",),
+moved = versions.Sglang0512()
+moved.targets = {batch + "prepare_for_decode": ("self", "moon_phase"), batch + "sleep": ("self",),
     "sglang.srt.nowhere.x": ()}
-print(hooks.mismatches())
+versions.VERSIONS = (moved,)
+print(versions.find_version()[1])
 """
     printed = in_sglang(code).splitlines()[-1]
     for word in ("expected self, moon_phase", "ScheduleBatch.sleep is gone", "nowhere.x is gone"):
