@@ -25,6 +25,7 @@ from agentbench_kv.engines.core.rings import AttentionSums, QueryBuffer, RingWri
 from agentbench_kv.engines.core.rows import Fed, PagedStore, WorkerRows
 from agentbench_kv.engines.core.transfers import to_device, used_here
 from agentbench_kv.engines.sglang.plugin.sessions import SglangSessions
+from agentbench_kv.engines.sglang.plugin.versions import Sglang0512
 from agentbench_kv.engines.sglang.plugin.worker import (
     Compactor,
     DeviceWorker,
@@ -188,7 +189,8 @@ def test_no_step_waits_for_the_device(name: str, settings: dict[str, Any], page:
     worker = meta_worker(method, page)
     sessions = SglangSessions(method, 1, lambda _: pytest.fail("no stop text was asked for"))
     freed: list[Tensor] = []
-    steps = Steps(sessions, worker, Compactor(worker, SimpleNamespace(free=freed.append)))
+    compactor = Compactor(worker, SimpleNamespace(free=freed.append))
+    steps = Steps(sessions, worker, compactor, Sglang0512())
     both = [request("a", 1, 20), request("b", 2, 25)]
     held = [sessions.begin(each) for each in both]
     steps.prefill(both)
