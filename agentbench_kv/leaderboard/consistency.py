@@ -258,7 +258,8 @@ def _assistant_messages(stored: Any) -> int | None:
 def check_validity(evidence: RunEvidence) -> Checks:
     """Apply the rules that every run is ranked by: the budget was kept to, every trial is there."""
     trials = list(evidence.trials.values())
-    verdict = assess(evidence.info.spec, trials, evidence.info.expected_trials)
+    info = evidence.info
+    verdict = assess(info.spec, trials, info.expected_trials, provenance=info.provenance)
     if verdict.state is not RunState.VALID:
         yield Fault("validity", f"{verdict.state.value}: {'; '.join(verdict.reasons)}")
 

@@ -29,8 +29,9 @@ from agentbench_kv.leaderboard.evidence import (
 )
 from agentbench_kv.methods.kvpress import PREFIX as KVPRESS
 from agentbench_kv.methods.memory.plain import PlainMemory
-from agentbench_kv.registry import load_task, names
+from agentbench_kv.registry import load_engine, load_task, names
 from agentbench_kv.results.store import RunStatus, prefix_parts, run_id
+from agentbench_kv.run.engines import check_pair
 from agentbench_kv.run.spec import RunSpec, resolve
 
 # Settings that name a server or a folder: a submission must not make this machine go there.
@@ -120,6 +121,12 @@ def check_memory(evidence: RunEvidence) -> Checks:
     """Refuse a memory that nothing here can play: its texts are a package's and a model's."""
     if reason := unplayable(evidence.spec):
         yield Fault("run.json: spec.method", reason)
+    if evidence.keeps_banks:
+        spec = evidence.spec
+        try:
+            check_pair(spec.engine, load_engine(spec.engine), spec.built_method)
+        except KVBenchError as error:
+            yield Fault("run.json: spec.engine", str(error))
 
 
 def unplayable(spec: RunSpec) -> str:

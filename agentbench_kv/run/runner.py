@@ -26,7 +26,7 @@ from agentbench_kv.phases.machine import PLAIN
 from agentbench_kv.registry import load_engine, load_task
 from agentbench_kv.results.records import TrialRecord
 from agentbench_kv.results.store import RunDir, RunStore
-from agentbench_kv.results.summary import Summary, summarize
+from agentbench_kv.results.summary import REMEMBERS, Summary, summarize
 from agentbench_kv.run.calibration import calibration_used, identified
 from agentbench_kv.run.engines import EngineShelf, check_pair
 from agentbench_kv.run.foresight import check_foresight
@@ -239,6 +239,7 @@ def _note_provenance(run: RunDir, setup: TrialSetup) -> None:
             "dtype": info.dtype,
             "context_limit": info.context_limit,
             **({"engine_details": dict(info.details)} if info.details else {}),
+            **({REMEMBERS: True} if setup.spec.built_method.remembers else {}),
             "determinism": "greedy" if setup.spec.temperature == 0 else "seeded sampling",
             "concurrency": setup.spec.concurrency,
             "task": setup.task.provenance(),

@@ -280,3 +280,12 @@ def test_questions_beside_the_session_are_played_by_a_rerun(
 
     made.transcripts(said)
     assert rerun(evidence_of(made.run), 1, 0).differs == ["sample conv-1 trial 0: the transcript"]
+
+
+def test_a_memory_on_an_engine_without_banks_is_no_run(packed: Packed) -> None:
+    made = packed("attention")
+    made.info(lambda info: info["spec"].update(engine="vllm"))
+    made.info(lambda info: info["provenance"].update(engine="vllm"))
+    made.cover(rename=True)
+    findings = [str(each) for each in validate(made.folder).findings]
+    assert any("cannot run method 'memart': it has no memory_blocks" in each for each in findings)

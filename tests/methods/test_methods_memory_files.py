@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import struct
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -202,3 +203,23 @@ def test_the_file_says_what_it_is_of(tmp_path: Path) -> None:
     about = json.loads(read(files.path(TOKENS))[1]["about"])
     assert about.items() >= ABOUT.items()
     assert about["tokens"] == len(TOKENS)
+
+
+def test_writers_and_readers_at_once_see_all_or_nothing(tmp_path: Path) -> None:
+    """As runs do that share the folder: none of them reads what another has half written."""
+    kept, broken = rows(), list[str]()
+
+    def play() -> None:
+        files = made(tmp_path)
+        for _ in range(25):
+            files.keep(TOKENS, kept)
+            if not same(files.find(TOKENS), kept):
+                broken.append("a file that was being written was read")
+
+    threads = [threading.Thread(target=play) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not broken
+    assert [*tmp_path.iterdir()] == [made(tmp_path).path(TOKENS)]

@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-_FORMAT = "kvbench past session 1"
+_FORMAT = "kvbench past session 1"  # to be raised when other rows come of the same session
 _log = logging.getLogger(__name__)
 
 
