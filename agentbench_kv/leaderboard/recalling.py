@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 import random
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +26,8 @@ from agentbench_kv.results.records import Metric, TrialRecord
 from agentbench_kv.results.store import TrialKey
 from agentbench_kv.run.engines import start_engine
 from agentbench_kv.run.runner import engine_options
+
+T = TypeVar("T")
 
 _DRAWN = 5  # trials that the model plays, as a rerun does
 # Metrics of a task that hang on which rows came back: sums over them, and what follows from these.
@@ -48,44 +51,50 @@ class RecordedBanks:
 
     method: MemArt
     model: Engine | None = None
+    failed: str = ""  # why the model plays along no more
     _rows: Counter[str] = field(default_factory=Counter)
 
     def open(self, session: str) -> None:
-        if self.model is not None:
-            self.model.open(session, _AnyPhase())
+        self._play(lambda model: model.open(session, _AnyPhase()))
 
     def extend(self, session: str, tokens: Sequence[int]) -> None:
-        if self.model is not None:
-            self.model.extend(session, tokens, [Phase.OTHERS] * len(tokens))
+        phases = [Phase.OTHERS] * len(tokens)
+        self._play(lambda model: model.extend(session, tokens, phases))
 
     def answer(self, session: str, tokens: Sequence[int]) -> None:
         """Have the model take recorded tokens as its answer."""
-        if self.model is not None and tokens:
-            for _ in self.model.force(session, tokens):
-                pass
+        if tokens:
+            self._play(lambda model: deque(model.force(session, tokens), maxlen=0))
 
     def memorise(self, session: str, bank: str, tokens: int) -> None:
         self._rows[bank] += tokens
-        if self.model is not None:
-            self.model.memorise(session, bank, tokens)
+        self._play(lambda model: model.memorise(session, bank, tokens))
 
     def attach(self, session: str, bank: str) -> int:
         """Return how many rows a session gets."""
-        if self.model is not None:
-            self.model.attach(session, bank)
+        self._play(lambda model: model.attach(session, bank))
         return min(self.method.topk * self.method.block, self._rows[bank])
 
     def recalled(self, session: str) -> NDArray[np.int64]:
-        return np.zeros((0, 0), np.int64) if self.model is None else self.model.recalled(session)
+        found = self._play(lambda model: model.recalled(session))
+        return np.zeros((0, 0), np.int64) if found is None else found
 
     def close(self, session: str) -> None:
-        if self.model is not None:
-            self.model.close(session)
+        self._play(lambda model: model.close(session))
 
     def forget(self, bank: str) -> None:
         self._rows.pop(bank, None)
-        if self.model is not None:
-            self.model.forget(bank)
+        self._play(lambda model: model.forget(bank))
+
+    def _play(self, call: Callable[[Engine], T]) -> T | None:
+        """Ask the model; what this machine has no room for says nothing of the record."""
+        if self.model is None:
+            return None
+        try:
+            return call(self.model)
+        except KVBenchError as error:
+            self.failed, self.model = str(error), None
+            return None
 
 
 class RecallCheck:
@@ -111,26 +120,26 @@ class RecallCheck:
         if self._model is not None:
             self._model.shutdown()
 
-    def start(self) -> Checks:
-        """Load the model; a `Stop` where this machine cannot."""
+    def start(self) -> None:
+        """Load the model, if this machine can."""
         spec = self._evidence.spec
         try:
             options = engine_options(replace(spec, model=str(self._folder), device="auto"))
             self._model = start_engine(spec.engine, options)
         except KVBenchError as error:
-            self._drawn.clear()
-            yield Stop(f"what the memory brought back is as reported; no model here: {error}")
+            self._banks.failed = str(error)
 
     def begin(self, key: TrialKey) -> None:
         """Have the model play along in a trial, if it was drawn."""
-        self._banks.model = self._model if key in self._drawn else None
+        playing = key in self._drawn and not self._banks.failed
+        self._banks.model = self._model if playing else None
 
     def compared(
         self, key: TrialKey, said: TrialRecord, parts: dict[str, Metric]
     ) -> dict[str, Metric]:
         """Return a trial's derived metrics, with what only a model can tell as it was said."""
         names = (*_SUMS, *_DERIVED)
-        if key in self._drawn:
+        if key in self._drawn and not self._banks.failed:
             pairs = {n: (_number(said.metrics.get(n)), _number(parts.get(n))) for n in names}
             for name in _SUMS:
                 self._off[name] += abs(pairs[name][0] - pairs[name][1])
@@ -144,6 +153,12 @@ class RecallCheck:
     def verdict(self) -> Checks:
         """Say what came of the drawn trials."""
         count, trials = len(self._drawn), len(self._evidence.trials)
+        if self._banks.failed:
+            text = (
+                f"what the memory brought back is as reported; no model here: {self._banks.failed}"
+            )
+            yield Stop(text)
+            return
         if not count:
             return
         share = max(self._off[n] / self._whole[n] if self._whole[n] else 0.0 for n in _SUMS)

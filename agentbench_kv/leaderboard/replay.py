@@ -274,7 +274,7 @@ class Replay:
         vocabulary = len(self._gateway.codec.tokenizer)
         with self._setup() as setup, self._recall or nullcontext() as recall:
             if recall is not None:
-                yield from recall.start()
+                recall.start()
             for key, record in trials.items():
                 ids = [each for part in self._evidence.transcripts[key].tokens for each in part]
                 if ids and not 0 <= min(ids) <= max(ids) < vocabulary:

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from agentbench_kv.adapters.data import VARIABLE
-from agentbench_kv.errors import UsageError
+from agentbench_kv.engines.embedded.engine import EmbeddedEngine
+from agentbench_kv.errors import CapacityError, UsageError
 from agentbench_kv.leaderboard import rerun, validate
 from agentbench_kv.leaderboard.evidence import RunEvidence, read_run
 from agentbench_kv.registry import make_method
@@ -220,6 +221,18 @@ def test_where_no_model_runs_it_is_said(packed: Packed, monkeypatch: pytest.Monk
     (run,) = validate(packed("attention").folder).runs
     assert (run.findings, run.label) == ([], Label.SELF_REPORTED)
     assert run.notes == [f"{TOLD} is as reported; no model here: no memory for the weights"]
+
+
+def test_a_model_that_has_no_room_says_nothing_of_the_record(
+    packed: Packed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise CapacityError("the KV cache has no room")
+
+    monkeypatch.setattr(EmbeddedEngine, "memorise", full)
+    (run,) = validate(packed("attention").folder).runs
+    assert (run.findings, run.label) == ([], Label.SELF_REPORTED)
+    assert run.notes == [f"{TOLD} is as reported; no model here: the KV cache has no room"]
 
 
 @pytest.mark.parametrize("method", ["mem0", "graphiti"])
