@@ -170,6 +170,9 @@ class Reading:
     tokens: int = 0
     seconds: float = 0.0
     failed: int = 0  # parts of the past that a memory could not take in
+    # Past sessions that came from files. What they took is what it took to make these.
+    files: int = 0
+    files_s: float = 0.0  # seconds that this took instead
 
 
 @dataclass

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from agentbench_kv.budget import Budget
 from agentbench_kv.cli import options as opt
@@ -21,6 +22,11 @@ from agentbench_kv.cli.config import config_option, save, save_option
     "Stop once this much is spent (engine api, prices from KVBENCH_API_PRICES).",
     opt.ABOVE_ZERO,
 )
+@opt.shown(
+    "--banks FOLDER",
+    "Where what a memory reads of the past is kept in files, and found by later runs (memart).",
+    opt.FOLDER,
+)
 @config_option
 @save_option
 @opt.dry_run_option
@@ -33,6 +39,7 @@ def run(
     shared: dict[str, Any],
     out: Path,
     max_cost: float | None,
+    banks: Path | None,
     save_config: Path | None,
     dry_run: bool,
     quiet: bool,
@@ -47,6 +54,7 @@ def run(
     from agentbench_kv.cli.output import run_progress, show_lost, show_outcome, show_plan
     from agentbench_kv.engines.api.http import spending_limit
     from agentbench_kv.run.calibration import identified
+    from agentbench_kv.run.memories import check_banks
     from agentbench_kv.run.runner import check_all, run_all
     from agentbench_kv.run.spec import default_methods, grid
 
@@ -62,12 +70,15 @@ def run(
         asked["seeds"],
         opt.parse_settings(asked["pairs"]),
     )
+    # The environment's folder is for those runs that have a use for it.
+    if banks is not None and ctx.get_parameter_source("banks") is ParameterSource.COMMANDLINE:
+        check_banks(specs, banks)
     if dry_run:
         check_all(specs)
         show_plan([identified(spec, make=False) for spec in specs], out, as_json)
         return 0
     with interruptible(), spending_limit(max_cost), run_progress(quiet) as progress:
-        summaries = run_all(specs, out, progress)
+        summaries = run_all(specs, out, progress, banks)
     return show_outcome(summaries, out, as_json) or show_lost(summaries, out)
 
 

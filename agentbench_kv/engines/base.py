@@ -320,6 +320,20 @@ class Engine(ABC):
         """
         raise self._cannot(Capability.MEMORY_BLOCKS, session, bank, tokens)
 
+    def recollect(self, session: str, bank: str, tokens: Sequence[int]) -> float | None:  # noqa: ARG002
+        """Add to a memory bank what a file holds of a past session of these tokens.
+
+        `session` is open and empty, and stays so. Return the seconds that the model took to read
+        the tokens when the file was made; None if it has to read them, as where no files are kept.
+        """
+        return None
+
+    def preserve(self, bank: str, tokens: Sequence[int], seconds: float) -> None:  # noqa: B027
+        """Keep what was memorised last in a file, for `recollect`; nothing where none are kept.
+
+        `tokens` are that session's, `seconds` what the model took to read them.
+        """
+
     def attach(self, session: str, bank: str) -> None:
         """Have every prompt of a new session bring back rows of a bank, before it is read.
 
@@ -444,3 +458,4 @@ class EngineOptions:
     # Go on with a version of a serving engine that the adapter was not written for.
     allow_untested: bool = False
     kv_dtype: str = ""  # of cached rows, a name in `Engine.kv_dtypes`; empty for the dtype
+    banks: Path | None = None  # folder in which the rows of past sessions are kept

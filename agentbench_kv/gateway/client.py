@@ -90,6 +90,8 @@ class InProcessClient:
             tokens=before.tokens + read.tokens,
             seconds=before.seconds + read.seconds,
             failed=before.failed + read.failed,
+            files=before.files + read.files,
+            files_s=before.files_s + read.files_s,
         )
 
     def fork(self) -> InProcessClient:

@@ -32,6 +32,8 @@ class Remembered:
     tokens: int  # prefilled and generated
     seconds: float
     failed: int = 0  # parts of it that are lost, because the model's answers were of no use
+    files: int = 0  # sessions that came from a file: calls, tokens and seconds are those it took
+    files_s: float = 0.0  # that this took instead
 
 
 class Memories(ABC):
@@ -99,7 +101,8 @@ class BankMemories(Memories):
     def remember(self, session: str, past: PastSession) -> Remembered:
         """Read messages as a session of their own and keep its rows.
 
-        Raises ContextLimitError if they are longer than the model's context.
+        If the engine has their rows in a file, they are not read. Raises ContextLimitError if they
+        are longer than the model's context.
         """
         started = time.perf_counter()
         bank = self._bank_for(session)
@@ -110,9 +113,11 @@ class BankMemories(Memories):
         plan, contents = self._planner.past(state, past.messages)
         state.prepare(plan)
         try:
-            state.extend(plan.ids, Hints())
-            self._feed(state)
-            self._engine.memorise(name, bank, len(plan.ids))
+            took = self._engine.recollect(name, bank, plan.ids)
+            if took is None:
+                state.extend(plan.ids, Hints())
+                self._feed(state)
+                self._engine.memorise(name, bank, len(plan.ids))
         finally:
             state.close()
         for number, span in zip(past.numbers, contents, strict=True):
@@ -120,7 +125,11 @@ class BankMemories(Memories):
                 start, end = span
                 self._places[bank][number] = (self._rows[bank] + start, self._rows[bank] + end)
         self._rows[bank] += len(plan.ids)
-        return Remembered(1, len(plan.ids), time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        if took is not None:
+            return Remembered(1, len(plan.ids), took, files=1, files_s=seconds)
+        self._engine.preserve(bank, plan.ids, seconds)
+        return Remembered(1, len(plan.ids), seconds)
 
     def recalled(self, session: str) -> Recalled | None:
         """Return how much of each past message came back, a mean over layers, and in each."""

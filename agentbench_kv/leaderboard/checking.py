@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from agentbench_kv.engines.base import Capability
 from agentbench_kv.errors import KVBenchError
 from agentbench_kv.leaderboard import consistency, identity
 from agentbench_kv.leaderboard.evidence import (
@@ -23,6 +24,7 @@ from agentbench_kv.leaderboard.evidence import (
     shown,
 )
 from agentbench_kv.leaderboard.replay import Replay
+from agentbench_kv.registry import load_task
 from agentbench_kv.results.submissions import Label, Manifest, SubmittedRun
 
 _MOST_FINDINGS = 40  # of a run: a thousand wrong trials are one fault
@@ -37,6 +39,7 @@ _STAGES: Sequence[Sequence[Callable[[RunEvidence], Checks]]] = (
         identity.check_name,
         identity.check_status,
         identity.check_spec,
+        identity.check_memory,
         identity.check_provenance,
         identity.check_model,
         identity.check_calibration,
@@ -52,6 +55,7 @@ _STAGES: Sequence[Sequence[Callable[[RunEvidence], Checks]]] = (
         consistency.check_validity,
         consistency.check_accounts,
         consistency.check_times,
+        consistency.check_ingest,
     ),
 )
 
@@ -178,6 +182,11 @@ def _obstacle(evidence: RunEvidence, rescore: bool) -> str:
         return "not re-scored; kvbench leaderboard validate --rescore does it"
     if spec.params.get("recovery") == "breadcrumb":
         return "reminders put words into the prompts that only the method knows"
+    if evidence.keeps_banks and Capability.FORCE.value in load_task(spec.task).needs:
+        return (
+            "cannot be re-scored: questions are asked in sessions beside the trial's, whose tokens "
+            "no record holds; kvbench leaderboard rerun plays them, and the memory"
+        )
     return ""
 
 

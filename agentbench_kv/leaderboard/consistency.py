@@ -22,6 +22,7 @@ from agentbench_kv.leaderboard.evidence import (
     differs,
     expect,
     place,
+    shown,
 )
 from agentbench_kv.leaderboard.identity import folder_of_model
 from agentbench_kv.results.records import LOST, TrialRecord, TrialStatus, TurnRecord
@@ -36,6 +37,7 @@ _TOTALS = {
     **{f"kv.{name}": name for name in ("events", "evicted", "restored", "prefill_tokens")},
 }
 _OWN_TOTALS = {"kv.decode_tokens": "output_tokens", "kv.bytes_read": "kv_bytes_read"}
+_FROM_FILES = frozenset({"ingest_files", "ingest_files_s"})
 _RETRIED = LOST | {TrialStatus.USER_ERROR}
 _LOCAL = frozenset({"embedded", "llamacpp", "vllm", "sglang"})
 _CLOCK_SLACK_S = 60.0  # a clock may be set while a run is going on
@@ -118,17 +120,22 @@ def check_turns(evidence: RunEvidence) -> Checks:
         turns = evidence.turns.get(key, [])
         if not record.usage.requests and record.status is not TrialStatus.SCORED:
             continue
-        if record.prompt_sha is None:
+        # Under a memory that brings rows back, prompts say nothing of a drift.
+        if record.prompt_sha is None and not evidence.keeps_banks:
             yield Fault(place(key, "prompt_sha"), "is missing")
         in_order = [turn.turn for turn in turns] == list(range(len(turns)))
         if len(turns) != record.usage.requests or not in_order:
             yield differs(place(key, "turns"), len(turns), record.usage.requests)
             continue
-        for name, said, derived in _sums(record, turns, exact):
+        recalled = _most_rows(evidence, record)
+        for name, said, of_turns in _sums(record, turns, exact):
+            # A memory's rows are there before a session's first turn.
+            more = recalled * (record.session_resets + 1) if name == "kv.restored" else 0
+            derived = of_turns + more
             # A session that was cut off may hold more than its last finished turn.
             if said < derived or (said > derived and record.status not in CUT_OFF):
                 yield differs(place(key, name), said, derived)
-        yield from _check_growth(key, record, turns)
+        yield from _check_growth(key, record, turns, recalled)
         yield from _check_turn_times(key, record, turns)
 
 
@@ -147,13 +154,24 @@ def _sums(
     return found
 
 
-def _check_growth(key: TrialKey, record: TrialRecord, turns: Sequence[TurnRecord]) -> Checks:
+def _most_rows(evidence: RunEvidence, record: TrialRecord) -> int:
+    """Return how many rows a session can have that are none of its own tokens: a memory's."""
+    if not evidence.keeps_banks:
+        return 0
+    params = evidence.spec.params
+    restored = record.kv.restored // (record.session_resets + 1)
+    return min(int(params["topk"]) * int(params["block"]), restored)
+
+
+def _check_growth(
+    key: TrialKey, record: TrialRecord, turns: Sequence[TurnRecord], recalled: int
+) -> Checks:
     """Check that a session only grows, and no turn holds more than was seen or the peak."""
     for turn in turns:
         seen = turn.prompt_tokens + turn.output_tokens
         for name in ("live_before", "live_after"):
             held, most = getattr(turn, name), "peak_alone" if record.kv.peak_alone else "peak_live"
-            if held > min(seen, peak := getattr(record.kv, most)):
+            if held > min(seen + recalled, peak := getattr(record.kv, most)):
                 text = f"is {held}; the session has seen {seen}, kv.{most} is {peak}"
                 yield Fault(place(key, f"turn {turn.turn}: {name}"), text)
         if sum(turn.phases.values()) > seen:
@@ -240,7 +258,8 @@ def _assistant_messages(stored: Any) -> int | None:
 def check_validity(evidence: RunEvidence) -> Checks:
     """Apply the rules that every run is ranked by: the budget was kept to, every trial is there."""
     trials = list(evidence.trials.values())
-    verdict = assess(evidence.info.spec, trials, evidence.info.expected_trials)
+    info = evidence.info
+    verdict = assess(info.spec, trials, info.expected_trials, provenance=info.provenance)
     if verdict.state is not RunState.VALID:
         yield Fault("validity", f"{verdict.state.value}: {'; '.join(verdict.reasons)}")
 
@@ -256,15 +275,18 @@ def check_accounts(evidence: RunEvidence) -> Checks:
             continue
         if engine in OWN:
             yield from _check_rows(evidence, key, record)
-        yield from _check_limits(key, record, turns)
+        yield from _check_limits(evidence, key, record, turns)
         if record.status in CUT_OFF:
             continue
         if uncompressed:
             yield from _check_uncompressed(key, record, turns)
+        if evidence.keeps_banks:
+            for name in ("events", "evicted", "rows_moved"):
+                yield from expect(place(key, f"kv.{name}"), getattr(record.kv, name), 0)
         if engine in _LOCAL and record.kv.decode_tokens:
             yield from _check_bytes(key, record, per_token)
         if engine == "embedded" and not record.session_resets:
-            yield from _check_live(key, turns)
+            yield from _check_live(key, turns, _most_rows(evidence, record))
 
 
 def _check_rows(evidence: RunEvidence, key: TrialKey, record: TrialRecord) -> Checks:
@@ -276,14 +298,17 @@ def _check_rows(evidence: RunEvidence, key: TrialKey, record: TrialRecord) -> Ch
         yield from expect(place(key, "kv.rows_moved"), kv.rows_moved, moved)
 
 
-def _check_limits(key: TrialKey, record: TrialRecord, turns: Sequence[TurnRecord]) -> Checks:
+def _check_limits(
+    evidence: RunEvidence, key: TrialKey, record: TrialRecord, turns: Sequence[TurnRecord]
+) -> Checks:
+    recalled = _most_rows(evidence, record)
     kv, whole = record.kv, record.session_resets == 0 and record.kv.recomputed == 0
     seen = kv.prefill_tokens + kv.decode_tokens + kv.restored + kv.recomputed
     longest = max(turn.prompt_tokens + turn.output_tokens for turn in turns)
-    held = kv.logical if whole else max(kv.logical, longest)
+    held = recalled + (kv.logical if whole else max(kv.logical, longest))
     most = {
         "evicted": kv.logical + kv.restored if whole else seen,
-        "restored": kv.evicted,
+        "restored": kv.evicted + recalled * (record.session_resets + 1),
         "logical": longest,
         # What a method asks beside a session comes on top of it, by no more than it read and said.
         "peak_alone": min(held, kv.peak_live),
@@ -291,7 +316,7 @@ def _check_limits(key: TrialKey, record: TrialRecord, turns: Sequence[TurnRecord
         "longest_prefill": max(turn.prefill_tokens for turn in turns),
         "mean_decode_kv": kv.peak_live,
         "cached_tokens": kv.prefill_tokens,
-        "shared": held,
+        "shared": held - recalled,
         "events": kv.prefill_tokens + kv.decode_tokens,
     }
     for name, limit in most.items():
@@ -336,9 +361,11 @@ def _check_bytes(key: TrialKey, record: TrialRecord, per_token: int | None) -> C
         yield Fault(place(key, "kv.bytes_read"), text)
 
 
-def _check_live(key: TrialKey, turns: Sequence[TurnRecord]) -> Checks:
-    """Check that a turn holds what it found, added and lost; the newest token waits to be fed."""
-    held = 0
+def _check_live(key: TrialKey, turns: Sequence[TurnRecord], held: int) -> Checks:
+    """Check that a turn holds what it found, added and lost; the newest token waits to be fed.
+
+    `held` is what a session holds before its first turn.
+    """
     for turn in turns:
         yield from expect(place(key, f"turn {turn.turn}: live_before"), turn.live_before, held)
         held = turn.live_after
@@ -381,3 +408,34 @@ def check_times(evidence: RunEvidence) -> Checks:
     read = sum(each.kv.bytes_read for each in trials)
     if tokens > _MOST_TOKENS_S * info.wall_s or read > _MOST_BYTES_S * info.wall_s:
         yield Fault(field, f"is {info.wall_s}: no machine is that fast")
+
+
+def check_ingest(evidence: RunEvidence) -> Checks:
+    """Check that taking a past into banks took possible amounts of calls, tokens and time."""
+    for key, record in evidence.trials.items():
+        if not evidence.keeps_banks:
+            for name in sorted(_FROM_FILES & record.metrics.keys()):
+                yield Fault(place(key, f"metrics.{name}"), "is of no use to this method")
+        elif record.status is TrialStatus.SCORED and "ingest_calls" in record.metrics:
+            yield from _check_ingest(key, record)
+
+
+def _check_ingest(key: TrialKey, record: TrialRecord) -> Checks:
+    told: dict[str, float] = {}
+    for name in ("ingest_calls", "ingest_tokens", "ingest_s", *sorted(_FROM_FILES)):
+        value = record.metrics.get(name, 0)
+        if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+            yield Fault(place(key, f"metrics.{name}"), f"is {shown(value)}, no amount")
+            return
+        told[name] = value
+    files, calls = told["ingest_files"], told["ingest_calls"]
+    if files > calls or (files == 0) != (told["ingest_files_s"] == 0):
+        text = f"is {files} of {calls} calls, in {told['ingest_files_s']} s"
+        yield Fault(place(key, "metrics.ingest_files"), text)
+    # What came from files was read at another time.
+    spent = told["ingest_files_s"] if files else told["ingest_s"]
+    lasted = record.timing.e2e_s or 0.0
+    if spent > lasted or told["ingest_tokens"] > _MOST_TOKENS_S * told["ingest_s"]:
+        took = f"{told['ingest_tokens']:.0f} tokens in {told['ingest_s']} s"
+        text = f"took {took}, in a trial of {lasted:.3f} s"
+        yield Fault(place(key, "metrics.ingest_s"), text)

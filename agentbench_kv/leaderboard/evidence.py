@@ -151,6 +151,14 @@ class RunEvidence:
         except KVBenchError:
             return False
 
+    @cached_property
+    def keeps_banks(self) -> bool:
+        """Whether the method brings back rows of past sessions."""
+        try:
+            return Capability.MEMORY_BLOCKS.value in self.spec.built_method.needs
+        except KVBenchError:  # a plug-in that is not here
+            return False
+
 
 def read_manifest(folder: Path) -> Manifest:
     """Read `submission.json`; a UsageError if there is none or it is not one."""

@@ -28,8 +28,10 @@ from agentbench_kv.leaderboard.evidence import (
     shown,
 )
 from agentbench_kv.methods.kvpress import PREFIX as KVPRESS
-from agentbench_kv.registry import load_task, names
+from agentbench_kv.methods.memory.plain import PlainMemory
+from agentbench_kv.registry import load_engine, load_task, names
 from agentbench_kv.results.store import RunStatus, prefix_parts, run_id
+from agentbench_kv.run.engines import check_pair
 from agentbench_kv.run.spec import RunSpec, resolve
 
 # Settings that name a server or a folder: a submission must not make this machine go there.
@@ -113,6 +115,33 @@ def check_provenance(evidence: RunEvidence) -> Checks:
             expected["dtype"] = spec.dtype
     for name, value in expected.items():
         yield from expect(f"run.json: provenance.{name}", found.get(name), value)
+
+
+def check_memory(evidence: RunEvidence) -> Checks:
+    """Refuse a memory that nothing here can play: its texts are a package's and a model's."""
+    if reason := unplayable(evidence.spec):
+        yield Fault("run.json: spec.method", reason)
+    if evidence.keeps_banks:
+        spec = evidence.spec
+        try:
+            check_pair(spec.engine, load_engine(spec.engine), spec.built_method)
+        except KVBenchError as error:
+            yield Fault("run.json: spec.engine", str(error))
+
+
+def unplayable(spec: RunSpec) -> str:
+    """Say why a memory cannot be played again for a check; empty if it can, or there is none."""
+    try:
+        method = spec.built_method
+    except KVBenchError:  # a plug-in that is not here
+        return ""
+    if not isinstance(method, PlainMemory):
+        return ""
+    return (
+        f"{method.name} finds its texts in an environment of its own (kvbench env create "
+        f"{method.environment}), written by a model behind an endpoint: a check has neither, so "
+        "its runs cannot be submitted"
+    )
 
 
 def check_calibration(evidence: RunEvidence) -> Checks:

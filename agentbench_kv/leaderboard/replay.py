@@ -13,14 +13,18 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from agentbench_kv.adapters.base import Sample, Task
 from agentbench_kv.engines import base
 from agentbench_kv.engines.core.ledger import SessionLedger
+from agentbench_kv.engines.embedded.memory import memory_method
 from agentbench_kv.engines.serving.wire import read_model
 from agentbench_kv.errors import ContextLimitError, KVBenchError
 from agentbench_kv.gateway import Gateway
@@ -39,6 +43,7 @@ from agentbench_kv.leaderboard.evidence import (
     place,
     shown,
 )
+from agentbench_kv.leaderboard.recalling import RecallCheck, RecordedBanks
 from agentbench_kv.methods.base import CLOSINGS, Phase
 from agentbench_kv.methods.full import Full
 from agentbench_kv.methods.spans import TurnNotes
@@ -63,6 +68,8 @@ DERIVED = (
 _PROTECTION = ("protected", "refused", "refused_recent", "refused_budget")
 _COUNTED = ("logical", "prefill_tokens", "longest_prefill", "decode_tokens")
 _OF_THE_CLOCK = frozenset({"seconds"})
+# Of a memory's ledger: times, and what of the past came from files.
+_INGEST_CLOCK = frozenset({"ingest_s", "ingest_files", "ingest_files_s"})
 _TOLERANCE = 1e-9
 _FEW_CUT_OFF = 0.05  # share of the trials that may have ended by the clock or an error
 
@@ -74,6 +81,7 @@ Recorded = Callable[[str], list[list[int]]]
 class _RecordedSession:
     labeller: base.PhaseLabeller
     ledger: SessionLedger
+    taken: int = 0  # positions before its own, which a memory's rows have
     waiting: int = 0  # tokens the cache does not hold yet: a prompt, and what was generated last
     prompt: int = 0
 
@@ -85,13 +93,19 @@ class _RecordedSession:
 class RecordedEngine(base.Engine):
     """Replays recorded ids; the k-th generation of a session id is its k-th record.
 
-    `info` is of the engine that is stood in for; `ledger` makes the account of a session.
+    `info` is of the engine that is stood in for; `ledger` makes the account of a session; `banks`
+    are those of a method with a memory.
     """
 
     def __init__(
-        self, recorded: Recorded, info: base.EngineInfo, ledger: Callable[[], SessionLedger]
+        self,
+        recorded: Recorded,
+        info: base.EngineInfo,
+        ledger: Callable[[], SessionLedger],
+        banks: RecordedBanks | None = None,
     ) -> None:
         self.info = info
+        self._banks = banks
         self._recorded = recorded
         self._ledger = ledger
         self._sessions: dict[str, _RecordedSession] = {}
@@ -102,6 +116,8 @@ class RecordedEngine(base.Engine):
     def open(self, session: str, labeller: base.PhaseLabeller) -> None:
         """Start an empty session; after a reset its records go on where they were."""
         self._sessions[session] = _RecordedSession(labeller, self._ledger())
+        if self._banks is not None:
+            self._banks.open(session)
 
     def note(self, session: str, tokens: Sequence[int], notes: TurnNotes) -> None:
         super().note(session, tokens, notes)
@@ -110,10 +126,12 @@ class RecordedEngine(base.Engine):
     def extend(self, session: str, tokens: Sequence[int], phases: Sequence[Phase]) -> None:
         del phases
         state = self._sessions[session]
-        if state.length + len(tokens) > self.info.context_limit:
+        if state.taken + state.length + len(tokens) > self.info.context_limit:
             raise ContextLimitError(f"the limit is {self.info.context_limit} tokens")
         state.waiting += len(tokens)
         state.prompt += len(tokens)
+        if self._banks is not None:
+            self._banks.extend(session, tokens)
 
     def generate(self, session: str, sampling: base.Sampling) -> base.Generation:
         with self._lock:
@@ -122,8 +140,43 @@ class RecordedEngine(base.Engine):
         generations = self._recorded(session)
         if turn >= len(generations):
             raise KVBenchError(f"the record has {len(generations)} generations, one more was asked")
+        if self._banks is not None:
+            self._banks.answer(session, generations[turn])
+        return self._generation(session, generations[turn], sampling)
+
+    def force(
+        self, session: str, tokens: Sequence[int], *, predict: bool = False
+    ) -> base.Generation:
+        """Take tokens as an answer: of a past session, which no record holds."""
+        if self._banks is None:
+            return super().force(session, tokens, predict=predict)
+        self._banks.answer(session, tokens)
+        return self._generation(session, list(tokens), base.Sampling(max_tokens=len(tokens)))
+
+    def _generation(
+        self, session: str, ids: list[int], sampling: base.Sampling
+    ) -> _RecordedGeneration:
         limit = self.info.context_limit
-        return _RecordedGeneration(self._sessions[session], generations[turn], sampling, limit)
+        return _RecordedGeneration(self._sessions[session], ids, sampling, limit)
+
+    def memorise(self, session: str, bank: str, tokens: int | None = None) -> None:
+        if self._banks is None:
+            return super().memorise(session, bank, tokens)
+        seen = self._sessions[session].ledger.fed
+        return self._banks.memorise(session, bank, seen if tokens is None else tokens)
+
+    def attach(self, session: str, bank: str) -> None:
+        if self._banks is None:
+            return super().attach(session, bank)
+        state = self._sessions[session]
+        state.taken = self._banks.attach(session, bank)
+        return state.ledger.restore(state.taken)
+
+    def recalled(self, session: str) -> NDArray[np.int64]:
+        return super().recalled(session) if self._banks is None else self._banks.recalled(session)
+
+    def forget(self, bank: str) -> None:
+        return super().forget(bank) if self._banks is None else self._banks.forget(bank)
 
     def stats(self, session: str) -> base.KVStats:
         state = self._sessions[session]
@@ -132,6 +185,8 @@ class RecordedEngine(base.Engine):
     def close(self, session: str) -> base.KVStats:
         stats = self.stats(session)
         del self._sessions[session]
+        if self._banks is not None:
+            self._banks.close(session)
         return stats
 
     def unsaid(self, session: str) -> int:
@@ -174,7 +229,8 @@ class _RecordedGeneration(base.Generation):
         """Do nothing: a record is as long as it is."""
 
     def _at_limit(self) -> base.FinishReason | None:
-        return base.FinishReason.CONTEXT_LIMIT if self.state.length >= self.limit else None
+        length = self.state.taken + self.state.length
+        return base.FinishReason.CONTEXT_LIMIT if length >= self.limit else None
 
 
 class Replay:
@@ -190,13 +246,16 @@ class Replay:
         info = base.EngineInfo(
             spec.engine, spec.model, folder, "", "cpu", spec.dtype, limit, facts.eos_token_ids
         )
-        self._engine = RecordedEngine(self._recorded, info, self._ledger)
+        banks = RecordedBanks(memory_method(spec.built_method)) if evidence.keeps_banks else None
+        self._recall = None if banks is None else RecallCheck(evidence, folder, banks)
+        self._engine = RecordedEngine(self._recorded, info, self._ledger, banks)
         self._gateway = Gateway(
             self._engine,
             default_max_tokens=spec.max_tokens,
             tool_syntax=spec.tool_syntax or "auto",
             # Not the method's own word: a plug-in may not be here.
             closing=str(spec.params.get("closing", CLOSINGS[0])),
+            remembers=banks is not None,
         )
         self._records = {
             (trial, sample_key(sample)): transcript.tokens
@@ -213,14 +272,20 @@ class Replay:
         if not self._exact and self._evidence.spec.engine != "scripted":
             yield Note("what the cache held is as reported: lengths alone do not tell it here")
         vocabulary = len(self._gateway.codec.tokenizer)
-        with self._setup() as setup:
+        with self._setup() as setup, self._recall or nullcontext() as recall:
+            if recall is not None:
+                recall.start()
             for key, record in trials.items():
                 ids = [each for part in self._evidence.transcripts[key].tokens for each in part]
                 if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
                     yield Fault(place(key, "transcript: generated"), "holds ids of no token")
                     continue
+                if recall is not None:
+                    recall.begin(key)
                 attempt = play_session(setup, samples[key[0]], key[1])
                 yield from self._compare(key, record, samples[key[0]], attempt)
+            if recall is not None:
+                yield from recall.verdict()
 
     @contextmanager
     def _setup(self) -> Iterator[TrialSetup]:
@@ -249,7 +314,10 @@ class Replay:
         if attempt.answers:
             took = [Spent(turn.prefill_tokens, turn.live_after, turn.ttft_ms) for turn in turns]
             spent |= answers(took, timed=scored)
-        wrong = list(self._compare_records(key, record, again, {**again.metrics, **spent}))
+        parts = {**again.metrics, **spent}
+        if self._recall is not None:
+            parts = {**self._recall.compared(key, record, parts), **_clocked(record, parts)}
+        wrong = list(self._compare_records(key, record, again, parts))
         if not any(isinstance(each, Stop) for each in wrong):
             wrong += self._compare_turns(key, turn_records(sample, key[1], report))
             if left := self._engine.unsaid(report.session):
@@ -294,7 +362,7 @@ class Replay:
         if not said.kv.peak_bytes:  # unknown: played before bytes were counted
             pairs = [pair for pair in pairs if pair[0] != "kv.peak_bytes"]
         for name, one, other in pairs:
-            if not _alike(one, other):
+            if not alike(one, other):
                 yield differs(place(key, name), one, other)
 
     def _compare_turns(self, key: TrialKey, derived: list[TurnRecord]) -> Checks:
@@ -311,7 +379,7 @@ class Replay:
         derived = json.loads(json.dumps(transcript_document(attempt)))
         if not self._task.needs_endpoint:  # a worker's conversation holds times and ids of its own
             for name in ("transcript", "facts"):
-                if _timeless(getattr(said, name)) != _timeless(derived[name]):
+                if timeless(getattr(said, name)) != timeless(derived[name]):
                     text = "is not what the generated tokens say"
                     yield Fault(place(key, f"transcript: {name}"), text)
         if not self._exact:
@@ -348,19 +416,35 @@ def account_is_known(evidence: RunEvidence) -> bool:
     if evidence.spec.engine != "embedded":
         return False
     try:
-        return not evidence.spec.built_method.spans
+        return evidence.keeps_banks or not evidence.spec.built_method.spans
     except KVBenchError:
         return False
 
 
-def _alike(one: Any, other: Any) -> bool:
+def _clocked(said: TrialRecord, parts: Mapping[str, Metric]) -> dict[str, Metric]:
+    """Return what taking the past in took by the clock, and from which files, as it was said."""
+    names = _INGEST_CLOCK & said.metrics.keys() if "ingest_calls" in parts else ()
+    return {name: said.metrics[name] for name in names}
+
+
+def differing_metric(said: TrialRecord, again: TrialRecord) -> str:
+    """Name the first metric, those of the clock aside, that another play of a trial has not."""
+    for name in sorted(said.metrics.keys() | again.metrics.keys()):
+        one, other = said.metrics.get(name), again.metrics.get(name)
+        clock = name in _INGEST_CLOCK or name == "answer_s" or "ttft_ms" in name
+        if not clock and not alike(one, other):
+            return f"{name} is {shown(one)}, {shown(other)} here"
+    return ""
+
+
+def alike(one: Any, other: Any) -> bool:
     if {type(one), type(other)} in ({float}, {int, float}):
         return math.isclose(one, other, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
     return bool(one == other)
 
 
-def _timeless(value: Any) -> Any:
+def timeless(value: Any) -> Any:
     """Return JSON data without what the clock said."""
     if isinstance(value, dict):
-        return {k: _timeless(v) for k, v in value.items() if k not in _OF_THE_CLOCK}
-    return [_timeless(each) for each in value] if isinstance(value, list) else value
+        return {k: timeless(v) for k, v in value.items() if k not in _OF_THE_CLOCK}
+    return [timeless(each) for each in value] if isinstance(value, list) else value

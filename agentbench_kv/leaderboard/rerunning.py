@@ -13,10 +13,17 @@ from typing import NamedTuple
 from agentbench_kv.adapters.base import Sample
 from agentbench_kv.errors import UsageError
 from agentbench_kv.leaderboard.evidence import CUT_OFF, RunEvidence
-from agentbench_kv.leaderboard.identity import find_samples, folder_of_model, opened, unfit
-from agentbench_kv.leaderboard.replay import DERIVED
+from agentbench_kv.leaderboard.identity import (
+    find_samples,
+    folder_of_model,
+    opened,
+    unfit,
+    unplayable,
+)
+from agentbench_kv.leaderboard.replay import DERIVED, differing_metric, timeless
 from agentbench_kv.leaderboard.submitting import write_stored
 from agentbench_kv.results.files import file_sha
+from agentbench_kv.results.records import TrialRecord
 from agentbench_kv.results.store import TrialKey
 from agentbench_kv.results.submissions import RERUNS, Rerun, reruns
 from agentbench_kv.run.calibration import recorded
@@ -78,7 +85,7 @@ def _runnable(evidence: RunEvidence, model: Path | None) -> RunSpec:
             f"{name} passes {', '.join(sorted(spec.engine_args))} to its engine, which is "
             "not done for a submission; run its spec yourself: kvbench run"
         )
-    if reason := unfit(spec):
+    if reason := unplayable(spec) or unfit(spec):
         raise UsageError(f"{name}: {reason}")
     if spec.params.get("encoder", "tokens") not in ("tokens", "hash"):
         raise UsageError(f"{name}: encoder={spec.params['encoder']} is not loaded here")
@@ -115,6 +122,8 @@ def _compare(evidence: RunEvidence, setup: TrialSetup, sample: Sample, key: Tria
     said, again = evidence.trials[key], trial_record(sample, attempt, "", 1)
     same_account = all(getattr(said.kv, name) == getattr(again.kv, name) for name in DERIVED)
     difference = _first_difference(evidence, key, attempt)
+    if not difference and evidence.keeps_banks and said.status not in CUT_OFF:
+        difference = _remembered_otherwise(evidence, key, attempt, again)
     return _Compared(difference, same_account, said.score == again.score)
 
 
@@ -129,3 +138,18 @@ def _first_difference(evidence: RunEvidence, key: TrialKey, attempt: Attempt) ->
             if a != b:
                 return f"sample {key[0]} trial {key[1]}: turn {turn}, token {at}"
     return ""
+
+
+def _remembered_otherwise(
+    evidence: RunEvidence, key: TrialKey, attempt: Attempt, again: TrialRecord
+) -> str:
+    """Say what else came of a trial with a memory whose tokens are the same; or nothing.
+
+    That is what came back of the past, and answers that were given in sessions beside the trial's.
+    """
+    where = f"sample {key[0]} trial {key[1]}"
+    if differs := differing_metric(evidence.trials[key], again):
+        return f"{where}: {differs}"
+    found = json.loads(json.dumps(attempt.outcome.transcript))
+    same = timeless(evidence.transcripts[key].transcript) == timeless(found)
+    return "" if same else f"{where}: the transcript"

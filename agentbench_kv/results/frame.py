@@ -304,7 +304,8 @@ def _identity(info: RunInfo, place: str, trials: Sequence[TrialRecord]) -> dict[
 def _state(info: RunInfo, trials: Sequence[TrialRecord]) -> str | None:
     """Return the validity's word; none for a budget that is no budget."""
     try:
-        return assess(info.spec, trials, expected=info.expected_trials).state.value
+        verdict = assess(info.spec, trials, info.expected_trials, provenance=info.provenance)
+        return verdict.state.value
     except (UsageError, ValueError, TypeError):
         return None
 

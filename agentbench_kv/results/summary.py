@@ -24,6 +24,9 @@ from agentbench_kv.results.store import RunInfo, RunReader, RunStatus, latest_tr
 
 GIVEN_TOKENS = "given tokens"  # the determinism of runs that generate nothing (fidelity)
 UNCOMPRESSED = frozenset({"full", "full-constrained"})
+REMEMBERS = "remembers"  # in the provenance of a run whose method has a memory
+# Those that had one before provenance said so.
+_MEMORIES = frozenset({"memart", "mem0", "graphiti"})
 DEFAULT_INTERVAL = 128
 _UNREAD = ("other_syntax", "calls_in_other_syntax")  # metrics of a trial
 _PARAMETER_FIELDS = ("params", "set", "method_params")
@@ -52,6 +55,8 @@ def assess(
     trials: Sequence[TrialRecord],
     expected: int | None = None,
     reference: Sequence[TrialRecord] | None = None,
+    *,
+    provenance: Mapping[str, Any] | None = None,
 ) -> Validity:
     """Judge a run by the records that count.
 
@@ -59,10 +64,11 @@ def assess(
     method that never triggered (which missing trials might still show to be wrong).
 
     `expected` (trials) is the spec's `expected_trials` if not given; `reference` are trials of an
-    arm that must have had the same prompts.
+    arm that must have had the same prompts. `provenance` is the run's.
     """
     if expected is None:
         expected = spec.get("expected_trials")
+    remembers = _method(spec) in _MEMORIES or bool((provenance or {}).get(REMEMBERS))
     findings = [
         (RunState.DRIFT, _drifted(trials, reference or ())),
         (RunState.BUDGET_NOT_APPLIED, _refused(trials)),
@@ -70,6 +76,7 @@ def assess(
         (RunState.BUDGET_NOT_APPLIED, _raised(spec, trials)),
         (RunState.INCOMPLETE, _missing(trials, expected)),
         (RunState.BUDGET_NOT_APPLIED, _never_triggered(spec, trials)),
+        (RunState.BUDGET_NOT_APPLIED, _never_recalled(trials) if remembers else None),
     ]
     found = [(state, reason) for state, reason in findings if reason is not None]
     return Validity(
@@ -100,8 +107,11 @@ def triggered_samples(trials: Sequence[TrialRecord]) -> set[str]:
 
 
 def _is_compressed(spec: Mapping[str, Any]) -> bool:
-    method = str(spec.get("method", "full")).partition("@")[0]
-    return method not in UNCOMPRESSED and spec.get("budget") is not None
+    return _method(spec) not in UNCOMPRESSED and spec.get("budget") is not None
+
+
+def _method(spec: Mapping[str, Any]) -> str:
+    return str(spec.get("method", "full")).partition("@")[0]
 
 
 def _own_trigger(spec: Mapping[str, Any]) -> int | None:
@@ -197,12 +207,7 @@ def _never_triggered(spec: Mapping[str, Any], trials: Sequence[TrialRecord]) -> 
 
 
 def _never_dropped(spec: Mapping[str, Any], trials: Sequence[TrialRecord]) -> str | None:
-    """Say that a method which drops messages above a length of its own met no such session.
-
-    And that one with a memory brought nothing back, as where it was told of no past.
-    """
-    if _parameter(spec, "topk") is not None and not any(_recalled(trial) for trial in trials):
-        return "never triggered; its memory brought nothing back"
+    """Say that a method which drops messages above a length of its own met no such session."""
     if _parameter(spec, "exec") is None:
         return None
     longest = max(record.kv.logical for record in trials)
@@ -212,9 +217,10 @@ def _never_dropped(spec: Mapping[str, Any], trials: Sequence[TrialRecord]) -> st
     )
 
 
-def _recalled(trial: TrialRecord) -> bool:
-    """Whether a memory brought anything back: rows, or texts that it counts."""
-    return bool(trial.kv.restored or trial.metrics.get("recalled_texts"))
+def _never_recalled(trials: Sequence[TrialRecord]) -> str | None:
+    """Say that a memory brought nothing back, rows or texts, as where it was told of no past."""
+    found = any(each.kv.restored or each.metrics.get("recalled_texts") for each in trials)
+    return None if found or not trials else "never triggered; its memory brought nothing back"
 
 
 def _cure(spec: Mapping[str, Any]) -> str:
@@ -375,7 +381,9 @@ def derive(info: RunInfo, lines: Lines[TrialRecord]) -> Summary:
         infra_retries=_infra_retries(lines.records, trials),
         user_retries=sum(_user_retries(lines.records, trials).values()),
         session_resets=sum(record.session_resets for record in trials),
-        validity=assess(info.spec, trials, expected=info.expected_trials),
+        validity=assess(
+            info.spec, trials, expected=info.expected_trials, provenance=info.provenance
+        ),
         alien_lines=len(lines.unreadable),
         notes=[
             *_notes(info, lines),

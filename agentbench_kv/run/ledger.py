@@ -18,7 +18,8 @@ def ledger(
     is an answer's, as are all later turns. So the first question's few tokens count as read. Calls
     of reading are those made for nothing else: none where the session itself is the memory.
     Seconds are None where the engine measures none, or `timed` forbids performance figures. Tokens
-    are those prefilled and generated.
+    are those prefilled and generated. Of past sessions that came from files, all three are what it
+    took to make these.
     """
     if reading is None:
         return {}
@@ -32,10 +33,18 @@ def ledger(
         "ingest_tokens": reading.tokens + sum(turn.prefill_tokens for turn in read),
         "ingest_s": None if waited is None else reading.seconds + waited,
         **({"ingest_failed": reading.failed} if reading.failed else {}),
+        **_from_files(reading, timed=timed),
         "answer_calls": len(turns),
         "answer_tokens": generated + sum(turn.prefill_tokens for turn in later),
         "answer_s": None if asked is None or spoken is None else asked + spoken,
     }
+
+
+def _from_files(reading: Reading, *, timed: bool) -> dict[str, Metric]:
+    """Say how many past sessions came from files, and what that took in place of `ingest_s`."""
+    if not reading.files:
+        return {}
+    return {"ingest_files": reading.files, "ingest_files_s": reading.files_s if timed else None}
 
 
 def answers(spent: Sequence[Spent], *, timed: bool = True) -> dict[str, Metric]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
+from pathlib import Path
 
 from agentbench_kv.encoders.loading import load_encoder
+from agentbench_kv.engines.base import Capability
 from agentbench_kv.environments import python_of
 from agentbench_kv.errors import UsageError
 from agentbench_kv.gateway.base import AnyGateway
@@ -14,7 +17,10 @@ from agentbench_kv.memories.store import PackageStore
 from agentbench_kv.methods.base import Method
 from agentbench_kv.methods.memory.plain import PlainMemory
 from agentbench_kv.registry import load_task, names
+from agentbench_kv.results.files import sweep, writing
 from agentbench_kv.run.spec import RunSpec
+
+_STALE_S = 86400.0  # of other machines' processes, nobody knows whether they are alive
 
 
 def check_memory(spec: RunSpec) -> None:
@@ -34,6 +40,26 @@ def check_memory(spec: RunSpec) -> None:
     if isinstance(method, PlainMemory):
         python_of(method.environment)
         load_encoder(method.encoder)
+
+
+def check_banks(specs: Sequence[RunSpec], banks: Path) -> None:
+    """Refuse a folder for banks where no method keeps any: UsageError."""
+    if not any(_keeps_banks(spec.built_method) for spec in specs):
+        raise UsageError(
+            f"--banks {banks}: no method of this run reads a past into banks; use --method memart"
+        )
+
+
+def _keeps_banks(method: Method) -> bool:
+    return Capability.MEMORY_BLOCKS.value in method.needs
+
+
+def open_banks(banks: Path, method: Method) -> None:
+    """Make a folder for a method's banks; remove what killed processes left half-written there."""
+    if _keeps_banks(method):
+        with writing(banks):
+            banks.mkdir(parents=True, exist_ok=True)
+        sweep(banks, _STALE_S)
 
 
 def refuse_memory(method: Method) -> None:

@@ -26,11 +26,16 @@ from agentbench_kv.phases.machine import PLAIN
 from agentbench_kv.registry import load_engine, load_task
 from agentbench_kv.results.records import TrialRecord
 from agentbench_kv.results.store import RunDir, RunStore
-from agentbench_kv.results.summary import Summary, summarize
+from agentbench_kv.results.summary import REMEMBERS, Summary, summarize
 from agentbench_kv.run.calibration import calibration_used, identified
 from agentbench_kv.run.engines import EngineShelf, check_pair
 from agentbench_kv.run.foresight import check_foresight
-from agentbench_kv.run.memories import attach_memory, check_memory, server_settings
+from agentbench_kv.run.memories import (
+    attach_memory,
+    check_memory,
+    open_banks,
+    server_settings,
+)
 from agentbench_kv.run.provenance import environment
 from agentbench_kv.run.spec import RunSpec
 from agentbench_kv.run.trained import check_trained, refuse_trained_on
@@ -95,17 +100,26 @@ def check_all(specs: Sequence[RunSpec]) -> None:
         cls.check_kv_dtype(engine_options(spec))
 
 
-def run_all(specs: Sequence[RunSpec], out: Path, progress: Progress) -> list[Summary]:
-    """Run specs, as `spec.grid` returns them, one after the other; finished ones only report."""
+def run_all(
+    specs: Sequence[RunSpec], out: Path, progress: Progress, banks: Path | None = None
+) -> list[Summary]:
+    """Run specs, as `spec.grid` returns them, one after the other; finished ones only report.
+
+    `banks` is a folder for what memories read of the past.
+    """
     check_all(specs)
     for spec in specs:
         load_engine(spec.engine).check_compute(spec.dtype, spec.device)
     with EngineShelf() as shelf:
-        return [run_one(spec, out, progress, shelf) for spec in specs]
+        return [run_one(spec, out, progress, shelf, banks) for spec in specs]
 
 
 def run_one(
-    spec: RunSpec, out: Path, progress: Progress, shelf: EngineShelf | None = None
+    spec: RunSpec,
+    out: Path,
+    progress: Progress,
+    shelf: EngineShelf | None = None,
+    banks: Path | None = None,
 ) -> Summary:
     """Run what is missing of one spec and summarize it; `shelf` may have its engine ready."""
     spec = identified(spec)
@@ -124,7 +138,8 @@ def run_one(
             ]
             progress(spec, expected - len(todo), expected, None)
             if todo:
-                with trial_setup(spec, task, [sample for sample, _ in todo], shelf=shelf) as setup:
+                left = [sample for sample, _ in todo]
+                with trial_setup(spec, task, left, shelf=shelf, banks=banks) as setup:
                     _play(setup, todo, run, partial(progress, spec), expected)
         return summarize(run)
     finally:
@@ -154,13 +169,16 @@ def trial_setup(
     samples: Sequence[Sample],
     observer: Any = None,
     shelf: EngineShelf | None = None,
+    banks: Path | None = None,
 ) -> Iterator[TrialSetup]:
     """Start engine, gateway and, if the task needs one, the loopback server.
 
     An engine from a `shelf` goes back to it.
     """
     spec = identified(spec)
-    options = replace(engine_options(spec), scripts=_scripts(spec, task, samples))
+    if banks is not None:
+        open_banks(banks, spec.built_method)
+    options = replace(engine_options(spec), scripts=_scripts(spec, task, samples), banks=banks)
     with ExitStack() as stack:
         engines = shelf or stack.enter_context(EngineShelf())
         engine = stack.enter_context(engines.lend(spec.engine, options, observer))
@@ -221,6 +239,7 @@ def _note_provenance(run: RunDir, setup: TrialSetup) -> None:
             "dtype": info.dtype,
             "context_limit": info.context_limit,
             **({"engine_details": dict(info.details)} if info.details else {}),
+            **({REMEMBERS: True} if setup.spec.built_method.remembers else {}),
             "determinism": "greedy" if setup.spec.temperature == 0 else "seeded sampling",
             "concurrency": setup.spec.concurrency,
             "task": setup.task.provenance(),

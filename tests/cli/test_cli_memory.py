@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,3 +28,29 @@ def test_a_package_that_is_not_there_is_one_line(
     assert refused.returncode == 2
     assert f"kvbench env create {method}" in refused.stderr
     assert "Traceback" not in refused.stderr
+
+
+def test_banks_are_for_methods_that_keep_them(kvbench: Callable[..., Any], tmp_path: Path) -> None:
+    folder = tmp_path / "banks"
+    asked = ("run", "--method", "full", "--task", "micro/memory", "--limit", "1")
+    refused = kvbench(*asked, "--out", str(tmp_path), "--banks", str(folder))
+    assert refused.returncode == 2
+    assert "no method of this run reads a past into banks; use --method memart" in refused.stderr
+    assert not folder.exists()
+    # What the environment says is for runs that have a use for it.
+    dry = kvbench(*asked, "--dry-run", KVBENCH_BANKS=str(folder))
+    assert dry.returncode == 0, dry.stderr
+
+
+def test_a_second_run_finds_what_the_first_has_read(
+    kvbench: Callable[..., Any], tmp_path: Path
+) -> None:
+    asked = ("run", "--method", "memart", "--task", "micro/memory", "--limit", "1", "--quiet")
+    for topk in ("8", "48"):
+        place = {"KVBENCH_BANKS": str(tmp_path / "banks"), "KVBENCH_OUT": str(tmp_path / "runs")}
+        done = kvbench(*asked, "--set", f"topk={topk}", "--max-tokens", "16", **place)
+        assert done.returncode == 0, done.stderr
+    found = [json.loads(path.read_text()) for path in tmp_path.glob("runs/*/samples.jsonl")]
+    files = sorted(each["metrics"].get("ingest_files", 0) for each in found)
+    assert files == [0, len([*(tmp_path / "banks").glob("*.safetensors")])]
+    assert len({each["metrics"]["ingest_tokens"] for each in found}) == 1

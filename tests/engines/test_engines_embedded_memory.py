@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from copy import deepcopy
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,10 +18,12 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from agentbench_kv.conformance.driver import TraceRecorder
-from agentbench_kv.engines.base import Sampling
+from agentbench_kv.engines.base import EngineOptions, Sampling
+from agentbench_kv.engines.embedded.engine import EmbeddedEngine
 from agentbench_kv.errors import ContextLimitError, UsageError
 from agentbench_kv.methods.base import Phase
 from agentbench_kv.methods.memory.memart import MemArt
+from agentbench_kv.registry import make_method
 
 BLOCK = 8
 
@@ -250,3 +253,11 @@ def test_what_a_session_has_no_room_for_is_refused(tiny_model: Any, make_engine:
         plain.memorise("s", "bank")
     for each in (engine, plain):
         each.shutdown()
+
+
+def test_a_model_without_files_keeps_none(tiny_model: Any, tmp_path: Path) -> None:
+    """Nothing tells it from another one."""
+    method = make_method("memart", None, {})
+    options = EngineOptions("mine", method, device="cpu", banks=tmp_path)
+    with pytest.raises(UsageError, match="in memory alone"):
+        EmbeddedEngine.create(options, model=tiny_model("qwen3"))

@@ -122,6 +122,12 @@ def forger(honest: dict[str, Path], tmp_path: Path) -> Forger:
 
 
 @pytest.fixture
+def forger_of() -> Callable[..., Forger]:
+    """Return a function that packs a run into a folder, to be forged."""
+    return submission_of
+
+
+@pytest.fixture
 def submit(honest: dict[str, Path], tmp_path: Path) -> Callable[..., Forger]:
     """Return a function that packs an honest run by its short name."""
 

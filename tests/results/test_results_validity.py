@@ -199,3 +199,23 @@ def test_a_share_the_method_raised_to_its_least_was_not_applied(
         (reason,) = verdict.reasons
         assert "given 342 tokens" in reason
         assert "10% of 900 are 90" in reason
+
+
+@pytest.mark.parametrize(
+    ("method", "provenance", "state"),
+    [
+        ("memart@qwen", {}, "budget_not_applied"),  # records from before provenance said so
+        ("mem0", None, "budget_not_applied"),
+        ("mine", {"remembers": True}, "budget_not_applied"),
+        ("mine", {}, "valid"),  # of its own parameter `topk` nobody knows what it is
+    ],
+)
+def test_a_memory_is_known_by_what_it_is(spec, make_trial, method, provenance, state):
+    asked = {**spec, "method": method, "budget": None, "params": {"topk": 8}}
+    nothing = [make_trial("a", kv={"logical": 90, "peak_live": 90})]
+    verdict = assess(asked, nothing, expected=1, provenance=provenance)
+    assert verdict.state == state
+    rows = [make_trial("a", kv={"logical": 90, "peak_live": 98, "restored": 8})]
+    texts = [make_trial("a", kv={"logical": 90, "peak_live": 90}, metrics={"recalled_texts": 1})]
+    for found in (rows, texts):
+        assert assess(asked, found, expected=1, provenance=provenance).state == "valid"

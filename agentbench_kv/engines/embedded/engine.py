@@ -33,6 +33,7 @@ from agentbench_kv.engines.embedded.memory import (
     memory_method,
 )
 from agentbench_kv.engines.embedded.model import (
+    IN_MEMORY,
     LoadedModel,
     cache_shape,
     check_dtype,
@@ -43,6 +44,7 @@ from agentbench_kv.engines.embedded.model import (
     wrap_model,
 )
 from agentbench_kv.engines.embedded.observer import Observer
+from agentbench_kv.engines.embedded.past import past_files
 from agentbench_kv.engines.embedded.quantization import read_kv_dtype
 from agentbench_kv.engines.embedded.scheduler import (
     EmbeddedGeneration,
@@ -59,6 +61,7 @@ from agentbench_kv.engines.embedded.span_rows import (
 from agentbench_kv.errors import KVBenchError, UsageError
 from agentbench_kv.methods.base import Method, Phase
 from agentbench_kv.methods.memory.bank import MemoryBank
+from agentbench_kv.methods.memory.files import PastRows
 from agentbench_kv.methods.memory.memart import MemArt
 from agentbench_kv.methods.spans import Block, SpanRange, TurnNotes
 
@@ -90,6 +93,7 @@ class EmbeddedEngine(Engine):
         max_live_tokens: int | None = None,
         recorder: Observer | None = None,
         kv_dtype: str = "",
+        banks: Path | None = None,
     ) -> None:
         self._model = model
         self.wants_notes = method.asks_for_system
@@ -97,6 +101,7 @@ class EmbeddedEngine(Engine):
         self._mean_embedding: Tensor | None = None
         self._method = method
         self._banks: dict[str, MemoryBank] = {}
+        self._files = None if banks is None else past_files(banks, model, kv_dtype)
         self._vocabulary = int(model.network.get_input_embeddings().num_embeddings)
         device, size = model.shape.device, self._shape.bytes_per_token
         # As if windows grew with the session: what memory is counted for is there.
@@ -120,7 +125,7 @@ class EmbeddedEngine(Engine):
         if model is None:
             loaded = load_model(options.model, options.dtype, options.device, options.context_limit)
         else:
-            loaded = wrap_model(model.eval(), Path(options.model), "in-memory")
+            loaded = wrap_model(model.eval(), Path(options.model), IN_MEMORY)
         return cls(
             loaded,
             options.method,
@@ -128,6 +133,7 @@ class EmbeddedEngine(Engine):
             max_live_tokens=options.max_live_tokens,
             recorder=recorder,
             kv_dtype=options.kv_dtype,
+            banks=options.banks,
         )
 
     @classmethod
@@ -217,10 +223,12 @@ class EmbeddedEngine(Engine):
 
         Those that it brought back itself are no part of it.
         """
-        method = memory_method(self._method)
-        held = self._banks.setdefault(bank, MemoryBank(method.block))
         # On the engine's thread, where sessions read the bank.
-        self._scheduler.between_turns(session, self._memorise, held, tokens)
+        self._scheduler.between_turns(session, self._memorise, self._bank(bank), tokens)
+
+    def _bank(self, name: str) -> MemoryBank:
+        block = memory_method(self._method).block
+        return self._banks.setdefault(name, MemoryBank(block, self._shape.device))
 
     def _memorise(self, state: EmbeddedSession, bank: MemoryBank, tokens: int | None) -> None:
         self._check_whole(state)
@@ -230,6 +238,22 @@ class EmbeddedEngine(Engine):
         first = state.positions_taken
         rows = slice(first, first + count)
         bank.append(*harvest(state.cache, rows, first, state.frequencies))
+
+    def recollect(self, session: str, bank: str, tokens: Sequence[int]) -> float | None:
+        # Too many to be read are too many: who reads them says so.
+        room = min(self.info.context_limit, self._scheduler.max_live_tokens)
+        if self._files is None or len(tokens) >= room:
+            return None
+        found = self._files.find(tokens)
+        if found is None:
+            return None
+        held = self._bank(bank)
+        self._scheduler.between_turns(session, lambda _: held.append(found.keys, found.values))
+        return found.seconds
+
+    def preserve(self, bank: str, tokens: Sequence[int], seconds: float) -> None:
+        if self._files is not None:
+            self._files.keep(tokens, PastRows(*self._banks[bank].newest, seconds))
 
     def attach(self, session: str, bank: str) -> None:
         """Have every prompt of a new session bring back rows of a bank, before it is read.

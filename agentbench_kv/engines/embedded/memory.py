@@ -59,12 +59,11 @@ class SessionMemory:
         relevance = method.relevance(asked, bank.lows[layer], bank.highs[layer])
         chosen = method.choose(relevance, bank, self.rows)
         self._chosen = {**self._chosen, layer: chosen}
-        chosen = chosen.to(bank.keys.device)
-        keys = bank.keys[layer][:, chosen].to(asked.device)
+        keys, values = bank.gather(layer, chosen)
         places = torch.arange(self.rows, device=asked.device)
         rope_rotate(keys[None], places, self._frequencies, interleaved=turned)
         cache.keys[layer, :, : self.rows] = keys.to(cache.shape.dtype)
-        cache.values[layer, :, : self.rows] = bank.values[layer][:, chosen].to(asked.device)
+        cache.values[layer, :, : self.rows] = values
 
 
 def memory_method(method: object) -> MemArt:

@@ -29,6 +29,7 @@ from agentbench_kv.methods.base import Method, QueryKind
 from agentbench_kv.phases.tokens import quiet_library
 
 SHIPPED = ("micro",)
+IN_MEMORY = "in-memory"  # in place of the hash of a model that is from no file
 _LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 # The decoder's weights of a multimodal folder, by what the decoder alone calls them.
 _TEXT_WEIGHTS = {

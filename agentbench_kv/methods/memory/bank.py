@@ -5,19 +5,13 @@ Blocks never straddle two sessions, so that the last one of a session may be sho
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from agentbench_kv.errors import UsageError
 from agentbench_kv.kernels import aabb
 
-_FORMAT = "kvbench memory bank 1"
-_ROWS = ("keys", "values")
-_PARTS = (*_ROWS, "lows", "highs", "starts", "sizes")
+_INDEX = ("lows", "highs", "starts", "sizes")
 
 
 class _Growing:
@@ -47,116 +41,88 @@ class _Growing:
         self._held.narrow(self._axis, self.length, count).copy_(rows)
         self.length = end
 
-    def hold(self, rows: Tensor) -> None:
-        """Hold rows as they are, which may be mapped from a file."""
-        self._held, self.length = rows, rows.shape[self._axis]
-
 
 class MemoryBank:
     """Rows of past sessions, in order, with an index.
 
-    `keys` are float32 and before RoPE, `values` in the model's dtype: [layers, kv_heads, rows,
-    head_dim]. `lows` and `highs` [layers, kv_heads, blocks, head_dim], float32, are the boxes of
-    the blocks; `starts` and `sizes` [blocks], int64, say which rows a block has.
+    Of each session `keys` are float32 and before RoPE, `values` in the model's dtype: [layers,
+    kv_heads, rows, head_dim]; both stay where they are, which may be a mapped file. The index is on
+    `device`: `lows` and `highs` [layers, kv_heads, blocks, head_dim], float32, are the boxes of the
+    blocks; `starts` and `sizes` [blocks], int64 and on the CPU, say which rows a block has.
     """
 
-    def __init__(self, block: int) -> None:
+    def __init__(self, block: int, device: torch.device | str = "cpu") -> None:
         self.block = block
-        self._parts = {name: _Growing(2) for name in _PARTS[:4]}
-        self._parts.update({name: _Growing(0) for name in _PARTS[4:]})
-
-    @property
-    def rows(self) -> int:
-        return self._parts["keys"].length
+        self.rows = 0
+        self._device = device
+        self._sessions: list[tuple[Tensor, Tensor]] = []
+        self._firsts: list[int] = []  # rows of the bank before each session's
+        self._index = {name: _Growing(2 if name in _INDEX[:2] else 0) for name in _INDEX}
 
     @property
     def blocks(self) -> int:
-        return self._parts["starts"].length
-
-    @property
-    def keys(self) -> Tensor:
-        return self._parts["keys"].whole
-
-    @property
-    def values(self) -> Tensor:
-        return self._parts["values"].whole
+        return self._index["starts"].length
 
     @property
     def lows(self) -> Tensor:
-        return self._parts["lows"].whole
+        return self._index["lows"].whole
 
     @property
     def highs(self) -> Tensor:
-        return self._parts["highs"].whole
+        return self._index["highs"].whole
 
     @property
     def starts(self) -> Tensor:
-        return self._parts["starts"].whole
+        return self._index["starts"].whole
 
     @property
     def sizes(self) -> Tensor:
-        return self._parts["sizes"].whole
+        return self._index["sizes"].whole
 
     @property
     def nbytes(self) -> int:
         """Bytes of the rows held, without the index."""
-        return sum(self._parts[name].whole.nbytes for name in _ROWS) if self.rows else 0
+        return sum(keys.nbytes + values.nbytes for keys, values in self._sessions)
 
     @property
     def index_nbytes(self) -> int:
         return self.lows.nbytes + self.highs.nbytes if self.rows else 0
+
+    @property
+    def newest(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of the session that was added last."""
+        return self._sessions[-1]
 
     def append(self, keys: Tensor, values: Tensor) -> None:
         """Add a session's rows [layers, kv_heads, n, head_dim], its keys before RoPE."""
         count = keys.shape[2]
         if count == 0:
             return
+        keys = keys.float()
         boxes = [aabb(layer, self.block) for layer in keys]
         starts = torch.arange(0, count, self.block)
-        sizes = (count - starts).clamp(max=self.block)
-        new = {
-            "lows": torch.stack([lows for lows, _ in boxes]),
-            "highs": torch.stack([highs for _, highs in boxes]),
-            "starts": starts + self.rows,
-            "sizes": sizes,
-            "keys": keys.float(),
-            "values": values,
-        }
-        for name, rows in new.items():
-            self._parts[name].add(rows)
+        self._index["lows"].add(torch.stack([lows for lows, _ in boxes]).to(self._device))
+        self._index["highs"].add(torch.stack([highs for _, highs in boxes]).to(self._device))
+        self._index["starts"].add(starts + self.rows)
+        self._index["sizes"].add((count - starts).clamp(max=self.block))
+        self._sessions.append((keys, values))
+        self._firsts.append(self.rows)
+        self.rows += count
 
-    def save(self, path: Path) -> None:
-        """Write the bank to a safetensors file; UsageError if it is empty."""
-        parts = {name: part.whole.contiguous() for name, part in self._parts.items()}
-        save_file(parts, path, {"format": _FORMAT, "block": str(self.block)})
+    def gather(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return copies of a layer's keys and values [kv_heads, n, head_dim] at rows that ascend.
 
-    @classmethod
-    def open(cls, path: Path) -> MemoryBank:
-        """Map a file that `save` wrote; its rows are read as they are needed.
-
-        UsageError for a file that is cut or of something else.
+        They are on the bank's device.
         """
-        try:
-            with safe_open(path, framework="pt") as file:
-                about = file.metadata() or {}
-                if about.get("format") != _FORMAT:
-                    raise UsageError(f"{path} is no memory bank; build it again")
-                bank = cls(int(about["block"]))
-                for name, part in bank._parts.items():
-                    part.hold(file.get_tensor(name))
-        except (OSError, SafetensorError, ValueError, KeyError) as error:
-            raise UsageError(f"{path} is a damaged memory bank: {error}; build it again") from error
-        bank._check(path)
-        return bank
-
-    def _check(self, path: Path) -> None:
-        starts, sizes = self.starts, self.sizes
-        follow = torch.equal(starts[1:], (starts + sizes)[:-1]) and int(starts[0]) == 0
-        fits = int(starts[-1] + sizes[-1]) == self.rows == self.values.shape[2]
-        boxed = (
-            self.lows.shape
-            == self.highs.shape
-            == (*self.keys.shape[:2], self.blocks, self.keys.shape[3])
+        ends = torch.searchsorted(rows, torch.tensor([*self._firsts, self.rows])).tolist()
+        parts: list[tuple[Tensor, Tensor]] = []
+        for number, (keys, values) in enumerate(self._sessions):
+            own = rows[ends[number] : ends[number + 1]] - self._firsts[number]
+            if len(own):
+                own = own.to(keys.device)
+                parts.append((keys[layer][:, own], values[layer][:, own]))
+        found_keys, found_values = (
+            torch.cat([part.to(self._device) for part in each], 1)
+            for each in zip(*parts, strict=True)
         )
-        if not (follow and fits and boxed):
-            raise UsageError(f"{path} is a damaged memory bank: its blocks are not its rows")
+        return found_keys, found_values
