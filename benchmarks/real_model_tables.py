@@ -8,10 +8,12 @@
     python benchmarks/real_model_tables.py probes PROBES.jsonl.xz [--against RECORDS.jsonl.xz]
     python benchmarks/real_model_tables.py keep LINES.jsonl --out LOCOMO.jsonl.xz
     python benchmarks/real_model_tables.py locomo LOCOMO.jsonl.xz
+    python benchmarks/real_model_tables.py keep RUN --out TASK.jsonl.xz   # a run of a task
+    python benchmarks/real_model_tables.py ends TASK.jsonl.xz
 
 A line of RECORDS is one session of one arm: sums and counts over its tokens, as `kvbench fidelity`
 records them, without turns and distances. One of PROBES is what `real_probes.py` writes, one of
-LOCOMO what `real_locomo.py` does, without the answers.
+LOCOMO what `real_locomo.py` does, without the answers. One of TASK is how a trial of a run ended.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ FIGURES = (
     *("calls_exact", "calls_exact_full"),
 )
 _PARTS = ("value", "template", "text", "think", "act", "others")
-_VERBS = ("pack", "fidelity", "matrix", "contrasts", "steady", "probes", "keep", "locomo")
+_VERBS = ("pack", "fidelity", "matrix", "contrasts", "steady", "probes", "keep", "locomo", "ends")
+_OF_A_TRIAL = ("turns", "steps", "calls", "refused_calls", "unparsable_calls", "error_type")
 _PAIRS = (("_total", "_count"), ("_right", "_asked"))
 
 
@@ -99,6 +102,16 @@ def sums(metrics: Mapping[str, float]) -> dict[str, list[float]]:
                 value = metrics[f"{name}{total}"]
                 found[name] = [float(f"{value:.6g}"), int(metrics[f"{name}{count}"])]
     return found
+
+
+def kept_run(folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield how the trials of a task's run ended, without what was said."""
+    for line in (folder / "samples.jsonl").read_text().splitlines():
+        trial = json.loads(line)
+        told = {key: trial["metrics"].get(key) for key in _OF_A_TRIAL}
+        account = {key: trial["kv"][key] for key in ("logical", "decode_tokens", "cached_tokens")}
+        yield {"sample": trial["sample_id"], "status": trial["status"], "score": trial["score"],
+               **told, **account}  # fmt: skip
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -394,6 +407,20 @@ def predicts(path: Path, records: Path, figure: str) -> Iterator[str]:
     )
 
 
+def ends(path: Path) -> Iterator[str]:
+    """Yield a table of how a task's sessions ended."""
+    found: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
+    for row in lines(path):
+        how = row["error_type"] or ("solved" if row["score"] == 1.0 else "")
+        found[row["status"], str(how).rpartition(":")[2]].append(row)
+    yield "| ended | why | sessions | answers | calls | refused | unreadable | tokens answered |"
+    yield "|---|---|--:|--:|--:|--:|--:|--:|"
+    columns = ("steps", "calls", "refused_calls", "unparsable_calls", "decode_tokens")
+    for (status, how), rows in sorted(found.items(), key=lambda item: -len(item[1])):
+        means = (f"{np.mean([row[name] or 0 for row in rows]):.1f}" for name in columns)
+        yield f"| {status} | {how} | {len(rows)} | {' | '.join(means)} |"
+
+
 # --- plots
 
 
@@ -447,7 +474,8 @@ def main() -> None:
     figures = given.figure or ["kl", "kl_value"]
     if given.verb in ("pack", "keep"):
         folders = [given.path, *map(Path, given.more)]
-        rows = list(packed(folders) if given.verb == "pack" else kept_locomo(given.path))
+        kept = kept_run if given.path.is_dir() else kept_locomo
+        rows = list(packed(folders) if given.verb == "pack" else kept(given.path))
         write(given.out, rows)
         print(f"{len(rows)} records")
         return
@@ -461,6 +489,7 @@ def main() -> None:
         "steady": lambda: iter(row for f in figures for row in (f, *steady(read(), f))),
         "probes": lambda: probes(given.path),
         "locomo": lambda: locomo(given.path),
+        "ends": lambda: ends(given.path),
     }  # fmt: skip
     print(*verbs[given.verb](), sep="\n")
     if given.against is not None:
