@@ -127,16 +127,21 @@ def _edge_parts(fixture: Fixture, names: Sequence[str], quick: bool) -> list[Par
             )
             for each in (main, plain)
         ),
-        *(
-            (f"shared prefix, {name}", partial(shared_part, fixture, name))
-            for name in (SHARING[:1] if quick else SHARING)
-        ),
+        *_shared_parts(fixture, names, main, quick),
         (f"small pool, {plain.label}", partial(crowd_part, fixture, plain)),
         (f"small pool, {main.label}", partial(crowd_part, fixture, main)),
         ("leaks", partial(leak_part, fixture, main, examples=4 if quick else 20)),
         ("restart", lambda: check_restart(fixture.driver(main, SMALL_POOL), fixture.network)),
     ]
     return parts[:-1] if quick else parts
+
+
+def _shared_parts(fixture: Fixture, names: Sequence[str], main: Method, quick: bool) -> list[Part]:
+    chosen = [name for name in SHARING if name in names] or [main.name]
+    return [
+        (f"shared prefix, {name}", partial(shared_part, fixture, name))
+        for name in (chosen[:1] if quick else chosen)
+    ]
 
 
 def _fork_parts(fixture: Fixture, names: Sequence[str], main: Method, plain: Method) -> list[Part]:
