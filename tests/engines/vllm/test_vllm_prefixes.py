@@ -333,6 +333,24 @@ def test_who_waits_goes_on_when_the_computing_session_will_not(how: str) -> None
     assert vllm.table.sessions["v"].ledger.stats.shared == 16
 
 
+@pytest.mark.parametrize("length", [15, 9, 1])
+def test_who_goes_back_into_the_prefix_leaves_it_to_others(length: int) -> None:
+    vllm = Scheduler()
+    for name in "uv":
+        vllm.begin(name, SYSTEMS["a"], 3)
+        assert vllm.feed(name, 30)
+    session, blocks = vllm.table.sessions["v"], vllm.manager.req_to_blocks
+    held = [dict(block.rows) for block in blocks["r1"][:2]]
+    vllm.rest(session)
+    vllm.table.rewind(session, length)
+    del vllm.logs["v"][length:]
+    vllm.table.rewound.clear()
+    vllm.begin("v", SYSTEMS["a"], 12)
+    assert vllm.feed("v", 40)
+    assert [block.rows for block in blocks["r1"][:2]] == held
+    assert session.ledger.stats.recomputed == length
+
+
 def test_a_session_whose_events_would_evict_the_message_shares_none() -> None:
     for protect, shares in (("8", False), ("16", True), ("20", True), ("prompt", True)):
         vllm = Scheduler()
