@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from msgspec import structs
 from agentbench_kv.analysis.fidelity import FidelityCounts, TokenLog, compare, distance_group
 from agentbench_kv.budget import Budget
 from agentbench_kv.engines.base import EngineOptions, KVStats
+from agentbench_kv.engines.embedded.beginnings import Beginnings
 from agentbench_kv.engines.embedded.engine import EmbeddedEngine
 from agentbench_kv.engines.embedded.forced import ForcedPlay, Stretch
 from agentbench_kv.engines.embedded.model import LoadedModel, load_model
@@ -136,6 +137,7 @@ def play_fidelity(
     model = load_model(first.model, first.dtype, first.device)
     with ExitStack() as stack:
         runs = []
+        beginnings = stack.enter_context(closing(Beginnings(model)))
         for spec in specs:
             opened = RunStore(out).open(spec.id, spec.document(), environment(), len(recordings))
             runs.append(stack.enter_context(opened))
@@ -150,7 +152,7 @@ def play_fidelity(
             ]
             if missing:
                 progress(recording.sample, done, len(recordings))
-                _play(model, recording, missing, save_tokens, by_token)
+                _play(model, recording, missing, beginnings, save_tokens, by_token)
         return [summarize(run) for run in runs]
 
 
@@ -169,6 +171,7 @@ def _play(
     model: LoadedModel,
     recording: Recording,
     arms: Sequence[tuple[RunDir, Method]],
+    beginnings: Beginnings,
     save_tokens: bool,
     by_token: bool,
 ) -> None:
@@ -177,7 +180,9 @@ def _play(
     methods = [method for _, method in arms]
     system = _system_tokens(model, recording, methods)
     precisions = [str(run.info.spec.get("kv_dtype") or "") for run, _ in arms]
-    play = ForcedPlay(model, methods, system, by_token=by_token, kv_dtypes=precisions)
+    play = ForcedPlay(
+        model, methods, system, by_token=by_token, kv_dtypes=precisions, beginnings=beginnings
+    )
     spent = 0.0
     error = None
     try:

@@ -17,6 +17,7 @@ from torch import Tensor
 from agentbench_kv.engines.base import KVStats
 from agentbench_kv.engines.core.ledger import Eviction, SessionLedger
 from agentbench_kv.engines.embedded.attention import pack
+from agentbench_kv.engines.embedded.beginnings import Beginning, Beginnings, Labelled
 from agentbench_kv.engines.embedded.model import LoadedModel
 from agentbench_kv.engines.embedded.observer import Observer
 from agentbench_kv.engines.embedded.quantization import on_write
@@ -25,8 +26,6 @@ from agentbench_kv.engines.embedded.session import EmbeddedSession, SessionPools
 from agentbench_kv.errors import ContextLimitError, KVBenchError
 from agentbench_kv.methods.base import Method, Phase, QueryKind, QueryPlan
 from agentbench_kv.methods.full import Full
-
-Labelled = Sequence[tuple[int, Phase]]  # token ids with their phases
 
 
 @dataclass(frozen=True)
@@ -49,6 +48,9 @@ class ForcedPlay:
     forward feeds one token of an answer, as a decode does: the same to the last bit, and slower.
     `recorders`, one a method if any, see the events of its session.
     `kv_dtypes` are the precisions that the methods' rows are simulated at, as in `EngineOptions`.
+    `beginnings` are those of earlier plays of the same model: what the first prompt has in common
+    with one of them is not read again, to the same bits. Sums are of a whole prompt, so a play with
+    a method that asks for them goes without.
     Raises UsageError if the model has no place for one of the methods.
     """
 
@@ -61,13 +63,18 @@ class ForcedPlay:
         by_token: bool = False,
         recorders: Sequence[Observer] = (),
         kv_dtypes: Sequence[str] = (),
+        beginnings: Beginnings | None = None,
     ) -> None:
         self._model = model
         kinds = {method.query_plan().kind for method in methods}
-        base = _WithSums() if QueryKind.SUMS in kinds else Full()
+        sums = QueryKind.SUMS in kinds
+        base = _WithSums() if sums else Full()
         self._log = _QueryLog(model.shape.layers)
+        self._beginnings = None if sums else beginnings
+        pools = session_pools(model, base) if self._beginnings is None else self._beginnings.pools
         self._full = _Member(model, base, self._log)
-        self._full.start(ForcedSession("full", base, session_pools(model, base)))
+        self._full.start(ForcedSession("full", base, pools))
+        self._first_prompt: Labelled = ()
         precisions = kv_dtypes or [""] * len(methods)
         seen: Sequence[Observer | None] = recorders or [None] * len(methods)
         self._arms = [
@@ -92,7 +99,7 @@ class ForcedPlay:
             raise ContextLimitError(
                 f"the session has more than the {self._model.context_limit} tokens of the context"
             )
-        yield self._stretch(0, [member.begin_turn(prompt) for member in self._members()])
+        yield self._stretch(0, self._begin_turn(prompt))
         at = 0
         while True:
             for member in self._members():
@@ -118,8 +125,25 @@ class ForcedPlay:
         return [full, *(arm.session if arm.started else full for arm in self._arms)]
 
     def close(self) -> None:
-        for member in self._members():
-            member.free()
+        if self._beginnings is None:
+            self._full.free()
+        else:
+            self._beginnings.keep(self._first_prompt, self._full.session, self._log.first)
+        for arm in self._arms:
+            arm.free()
+
+    def _begin_turn(self, prompt: Labelled) -> list[Tensor | None]:
+        """Feed a prompt to every cache; the first one behind what an earlier play has read."""
+        first, rest = self._full.session, prompt
+        if self._beginnings is not None and not first.logical:
+            self._first_prompt = prompt
+            found = self._beginnings.find(prompt)
+            if found is not None:
+                known, rows = found
+                first.begin_as(known, rows)
+                self._log.begin_as(known, rows)
+                rest = prompt[rows:]
+        return [self._full.begin_turn(rest), *(arm.begin_turn(prompt) for arm in self._arms)]
 
     def _members(self) -> list[_Member]:
         # The full cache first: what starts from it needs what it was fed.
@@ -161,6 +185,12 @@ class ForcedSession(EmbeddedSession):
         self.generated.add(self.logical)
         self.pending.append((token, phase))
         return self.ledger.sampled()
+
+    def begin_as(self, known: Beginning, rows: int) -> None:
+        """Start as another session did, with its first rows."""
+        self._follow(known.session)
+        self.ledger = known.session.ledger.fork()
+        self.rewind(rows)
 
     def twin(
         self, method: Method, pools: SessionPools, log: _QueryLog, recorder: Observer | None
@@ -273,13 +303,22 @@ class _QueryLog(Observer):
         del key, value
         self._parts[layer].append(query.transpose(0, 1).clone())
 
+    def begin_as(self, known: Beginning, rows: int) -> None:
+        """Start with the first queries of another session."""
+        self._parts = [[layer[:rows]] for layer in known.queries]
+
     def queries(self, rows: Tensor) -> Tensor:
         """Return queries [layers, n, heads, head_dim] of the tokens at some logical positions."""
-        found = []
+        return torch.stack([layer[rows] for layer in self._layers()])
+
+    def first(self, rows: int) -> list[Tensor]:
+        """Return copies [rows, heads, head_dim] of every layer's first queries."""
+        return [layer[:rows].clone() for layer in self._layers()]
+
+    def _layers(self) -> list[Tensor]:
         for parts in self._parts:
             parts[:] = [torch.cat(parts)]
-            found.append(parts[0][rows])
-        return torch.stack(found)
+        return [parts[0] for parts in self._parts]
 
 
 @dataclass(frozen=True, kw_only=True)
