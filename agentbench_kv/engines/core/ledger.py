@@ -5,7 +5,7 @@ And what a scheduler in another process tells its workers about a step: plain da
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any, SupportsInt
@@ -13,6 +13,7 @@ from typing import Any, SupportsInt
 from agentbench_kv.engines.base import KVEvent, KVStats
 from agentbench_kv.errors import KVBenchError
 from agentbench_kv.methods.base import Method, Schedule
+from agentbench_kv.methods.spans import SpanRange
 from agentbench_kv.phases.machine import PromptPhases
 
 
@@ -276,6 +277,15 @@ class EvictionOrder:
     number: int  # of the session's events, from 0
     eviction: Eviction
     blocks: list[int]  # the session's blocks before, in order; the first ones stay its own
+    spans: Sequence[SpanRange] = ()  # what leaves; the method chooses if there are none
+
+
+@dataclass(frozen=True)
+class Rewind:
+    """A session at rest that forgets its tokens from position `length` on."""
+
+    session: str
+    length: int
 
 
 @dataclass(frozen=True)
@@ -293,9 +303,8 @@ class StepPlan:
     method: dict[str, Any] | None = None  # a document: go on with this one, no session is open
     dropped: list[str] = field(default_factory=list)  # sessions whose rows are gone
     begun: dict[str, str] = field(default_factory=dict)  # session -> prefix that it begins with
-    rewound: dict[str, int] = field(default_factory=dict)  # session -> its length
-    # Events of sessions at rest; the step's forward may reuse their blocks.
-    before: list[EvictionOrder] = field(default_factory=list)
+    # What happened to sessions at rest, in order; the step's forward may reuse their blocks.
+    before: list[EvictionOrder | Rewind] = field(default_factory=list)
     sessions: dict[str, str] = field(default_factory=dict)  # request -> session, for all of a step
     # Session -> phases of its tokens, where a generation begins or its rows are computed again.
     prompts: dict[str, PromptPhases] = field(default_factory=dict)

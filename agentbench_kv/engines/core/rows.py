@@ -216,8 +216,10 @@ class WorkerRows:
     def remove(self, order: EvictionOrder, store: RowStore) -> SupportsInt:
         """Carry out one event; return rows moved, summed over layers and heads.
 
-        Nothing here waits for a GPU, unless the method does.
+        Nothing here waits for a GPU, unless the method does, or spans leave.
         """
+        if order.spans:
+            return self._remove_spans(order, store)
         session, eviction = self._sessions[order.session], order.eviction
         positions = self._positions(session, eviction.live, eviction.logical)
         extras = [self.sums.of(order.session, eviction.live)] if self.wants_sums else []
@@ -232,6 +234,13 @@ class WorkerRows:
         moved = store.keep(selection.kept, positions, extras, sort=self.cache_positions)
         self._settle(order, store, selection.kept, positions)
         return moved
+
+    def _remove_spans(self, order: EvictionOrder, store: RowStore) -> SupportsInt:
+        eviction = order.eviction
+        kept = self.outside(order.session, eviction.live, eviction.logical, order.spans)
+        if len(kept) != eviction.keep:
+            raise RuntimeError(f"{len(kept)} rows stay, the scheduler has {eviction.keep}")
+        return self.keep_tokens(order, store, kept)
 
     def outside(self, session: str, live: int, logical: int, spans: Sequence[SpanRange]) -> Tensor:
         """Return the rows [n] of tokens outside some spans; ValueError if heads keep others."""

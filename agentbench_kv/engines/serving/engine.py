@@ -50,7 +50,7 @@ from agentbench_kv.environments import home, python_of
 from agentbench_kv.errors import EngineGoneError, KVBenchError, PrerequisiteError, UsageError
 from agentbench_kv.methods.base import Method, Phase
 from agentbench_kv.methods.full import Full
-from agentbench_kv.methods.spans import TurnNotes
+from agentbench_kv.methods.spans import SpanRange, TurnNotes
 from agentbench_kv.phases.machine import add_run, resumable
 
 # Restarts one request waits for, and starts in a row that may fail after the first, before the
@@ -75,7 +75,7 @@ class ServingEngine(Engine):
     """
 
     capabilities: ClassVar[frozenset[Capability]] = frozenset(
-        {Capability.COMPRESS, Capability.PROTECT_SYSTEM, Capability.REWIND}
+        {Capability.COMPRESS, Capability.EVICT_SPANS, Capability.PROTECT_SYSTEM, Capability.REWIND}
     )
 
     def __init__(self, info: EngineInfo, wire: EngineWire, log: Path, bytes_per_token: int) -> None:
@@ -164,6 +164,11 @@ class ServingEngine(Engine):
 
     def _lives(self, state: ServingSession) -> bool:
         """Return whether the backend that runs now has a session's rows."""
+        if self._wire.stock:
+            raise UsageError(
+                f"{self.info.name} as shipped shares and evicts rows as it likes; "
+                "use full-constrained"
+            )
         self._note_loss(state, look=False)
         return state.known > 0 and state.epoch == self._epoch
 
@@ -183,6 +188,12 @@ class ServingEngine(Engine):
                 self._tell(state, "rewind", length=length)
         state.rewind(length)
         self._ask(state, "stats")
+
+    def evict_spans(self, session: str, spans: Sequence[SpanRange]) -> int:
+        state = self._at_rest(session)
+        if not self._lives(state):
+            return 0
+        return int(self._tell(state, "evict_spans", spans=[list(span) for span in spans]) or 0)
 
     def stats(self, session: str) -> KVStats:
         state = self._sessions[session]

@@ -7,7 +7,7 @@ import itertools
 import random
 import socket
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from dataclasses import asdict
 from functools import cached_property
 from typing import Any, ClassVar, Self
@@ -27,7 +27,6 @@ from agentbench_kv.engines.serving.engine import (
     start_server,
 )
 from agentbench_kv.engines.serving.process import ControlClient, Launch
-from agentbench_kv.engines.serving.session import ServingSession
 from agentbench_kv.engines.serving.wire import (
     CpuRoom,
     EngineWire,
@@ -42,9 +41,8 @@ from agentbench_kv.engines.serving.wire import (
 )
 from agentbench_kv.engines.sglang.plugin.hooks import KEY
 from agentbench_kv.environments import python_of
-from agentbench_kv.errors import CapacityError, UsageError
+from agentbench_kv.errors import CapacityError
 from agentbench_kv.methods.base import Method
-from agentbench_kv.methods.spans import SpanRange
 
 # Positions SGLang keeps back at the end of a context; it is told of that many more.
 MARGIN = 8
@@ -321,8 +319,7 @@ class SglangEngine(ServingEngine):
     """
 
     capabilities: ClassVar[frozenset[Capability]] = (
-        frozenset({Capability.EVICT_SPANS, Capability.FORK, Capability.OFFLOAD})
-        | ServingEngine.capabilities
+        frozenset({Capability.FORK, Capability.OFFLOAD}) | ServingEngine.capabilities
     )
     takes_arguments: ClassVar[bool] = True
     kv_dtypes: ClassVar[tuple[str, ...]] = ("fp8_e4m3", "fp8_e5m2")
@@ -380,17 +377,3 @@ class SglangEngine(ServingEngine):
         """
         super().rewind(session, length)
         self._wire.rewound(self._sessions[session].backend_name, length)
-
-    def evict_spans(self, session: str, spans: Sequence[SpanRange]) -> int:
-        state = self._at_rest(session)
-        if not self._lives(state):
-            return 0
-        return int(self._tell(state, "evict_spans", spans=[list(span) for span in spans]) or 0)
-
-    def _lives(self, state: ServingSession) -> bool:
-        """Return whether the backend that runs now has a session's rows."""
-        if self._wire.stock:
-            raise UsageError(
-                "SGLang as shipped shares and evicts rows as it likes; use full-constrained"
-            )
-        return super()._lives(state)

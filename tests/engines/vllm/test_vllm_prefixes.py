@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,9 +10,10 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from paged_blocks import BLOCK, POOL, Manager, Pool
 
 from agentbench_kv.engines.base import EngineOptions
-from agentbench_kv.engines.core.ledger import StepPlan
+from agentbench_kv.engines.core.ledger import Rewind, StepPlan
 from agentbench_kv.engines.core.prefixes import PrefixTable
 from agentbench_kv.engines.vllm.engine import VllmEngine
 from agentbench_kv.engines.vllm.plugin.blocks import SessionBlocks
@@ -23,60 +22,8 @@ from agentbench_kv.errors import UsageError
 from agentbench_kv.methods.base import Method
 from agentbench_kv.registry import make_method
 
-BLOCK, POOL = 8, 48
 # Tokens of system messages; the second is the first but for its last full block.
 SYSTEMS = {"a": list(range(100, 120)), "b": [*range(100, 108), *range(300, 309)], "none": []}
-
-
-@dataclass
-class Block:
-    block_id: int
-    ref_cnt: int = 0
-    rows: dict[int, int] = field(default_factory=dict)  # offset -> the token written there
-
-
-class Pool:
-    def __init__(self) -> None:
-        self.num_gpu_blocks = POOL + 1
-        self.blocks = [Block(number) for number in range(1, POOL + 1)]
-
-    def get_num_free_blocks(self) -> int:
-        return sum(not block.ref_cnt for block in self.blocks)
-
-    def get(self) -> Block:
-        block = next(block for block in self.blocks if not block.ref_cnt)
-        block.ref_cnt, block.rows = 1, {}
-        return block
-
-    def touch(self, blocks: Sequence[Block]) -> None:
-        for block in blocks:
-            block.ref_cnt += 1
-
-    def free_blocks(self, blocks: Iterable[Block]) -> None:
-        for block in blocks:
-            assert block.ref_cnt > 0, "freed twice"
-            block.ref_cnt -= 1
-
-
-class Manager:
-    """What the table uses of vLLM's single-type manager."""
-
-    def __init__(self, pool: Pool) -> None:
-        self.block_size, self.block_pool = BLOCK, pool
-        self.req_to_blocks: dict[str, list[Block]] = {}
-        self.num_cached_block: dict[str, int] = {}
-
-    def get_num_blocks_to_allocate(self, request_id: str, num_tokens: int, *_: Any) -> int:
-        return max(0, -(-num_tokens // BLOCK) - len(self.req_to_blocks.get(request_id, ())))
-
-    def allocate_new_blocks(self, request_id: str, num_tokens: int, _: int) -> None:
-        held = self.req_to_blocks.setdefault(request_id, [])
-        while len(held) * BLOCK < num_tokens:
-            held.append(self.block_pool.get())
-
-    def free(self, request_id: str) -> None:
-        self.block_pool.free_blocks(self.req_to_blocks.pop(request_id, []))
-        self.num_cached_block.pop(request_id, None)
 
 
 def method(**more: str) -> Method:
@@ -246,9 +193,11 @@ class SharedMachine(RuleBasedStateMachine):
         if length < len(log):
             self.table.rewind(session, length)
             del log[length:]
-            for told, to in self.table.rewound.items():
-                self.vllm.known[told] = min(self.vllm.known.get(told, 0), to)
-            self.table.rewound.clear()
+            for told in self.table.before:
+                assert isinstance(told, Rewind)
+                known = self.vllm.known.get(told.session, 0)
+                self.vllm.known[told.session] = min(known, told.length)
+            self.table.before.clear()
 
     @rule(name=NAMES)
     def close(self, name: str) -> None:
@@ -344,7 +293,7 @@ def test_who_goes_back_into_the_prefix_leaves_it_to_others(length: int) -> None:
     vllm.rest(session)
     vllm.table.rewind(session, length)
     del vllm.logs["v"][length:]
-    vllm.table.rewound.clear()
+    vllm.table.before.clear()
     vllm.begin("v", SYSTEMS["a"], 12)
     assert vllm.feed("v", 40)
     assert [block.rows for block in blocks["r1"][:2]] == held

@@ -11,6 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from agentbench_kv.engines.core.ledger import Rewind
 from agentbench_kv.engines.vllm.plugin.blocks import SessionBlocks
 from agentbench_kv.engines.vllm.plugin.sessions import VllmSession, VllmSessions
 from agentbench_kv.registry import make_method
@@ -303,7 +304,7 @@ def test_a_rewound_session_goes_on_with_what_stays(length: int) -> None:
     table.rewind(session, length)
     assert session.tokens == [*range(30), 99][:length]
     assert len(manager.req_to_blocks.get("r1", [])) == -(-min(length, 30) // BLOCK)
-    assert table.rewound == ({"s": length} if length < 30 else {})
+    assert table.before == ([Rewind("s", length)] if length < 30 else [])
     second = request(2, "s", [*session.tokens, 7, 8, 9])
     table.begin(second)
     stats = session.ledger.stats

@@ -69,10 +69,14 @@ class SessionBlocks:
         self.freed += len(blocks) - count
         return before
 
-    def cut(self, request: str, tokens: int) -> None:
-        """Free what lies behind the first tokens; none of theirs has been evicted or given back."""
+    def cut(self, request: str, tokens: int, rows: int) -> None:
+        """Free what lies behind the first tokens, of which the evicting group has so many rows.
+
+        No block of theirs with a window has been given back.
+        """
         for manager in self._managers:
-            count = -(-tokens // manager.block_size)
+            held = rows if manager is self._single else tokens
+            count = -(-held // manager.block_size)
             blocks = manager.req_to_blocks[request]
             manager.req_to_blocks[request] = blocks[:count]
             manager.num_cached_block[request] = min(manager.num_cached_block.get(request, 0), count)

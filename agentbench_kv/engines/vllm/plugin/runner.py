@@ -5,7 +5,6 @@ Physical lengths go into a forward, its queries come out, rows move between forw
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, SupportsInt
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 from vllm.platforms import current_platform
 
-from agentbench_kv.engines.core.ledger import EvictionOrder, RowsMoved, StepPlan
+from agentbench_kv.engines.core.ledger import EvictionOrder, Rewind, RowsMoved, StepPlan
 from agentbench_kv.engines.core.policy import BackendPolicy, rope_frequencies
 from agentbench_kv.engines.core.rings import RowShape
 from agentbench_kv.engines.core.rows import Fed, RowStore, WorkerRows
@@ -85,16 +84,18 @@ class EvictingRunner(BaseRunner):
             self._kvbench_rows.drop(session)
         for session, prefix in plan.begun.items():
             self._kvbench_rows.fork(prefix, session)
-        for session, length in plan.rewound.items():
-            self._kvbench_rows.rewind(session, length)
-        self._kvbench_remove(plan.before)
+        for each in plan.before:
+            if isinstance(each, Rewind):
+                self._kvbench_rows.rewind(each.session, each.length)
+            else:
+                self._kvbench_remove(each)
         output = super().execute_model(scheduler_output, *args, **kwargs)
         LOGICAL.end()
         if scheduler_output.total_num_scheduled_tokens:
             CAPTURE.finish()
             self._kvbench_sum()
-            self._kvbench_remove(plan.after.values())
             for request, order in plan.after.items():
+                self._kvbench_remove(order)
                 self._kvbench_shorten(request, order)
         for prefix in plan.given_up:
             self._kvbench_rows.drop(prefix)
@@ -151,11 +152,10 @@ class EvictingRunner(BaseRunner):
         write = self._kvbench_rows.feed(fed, plan.prompts, plan.left)
         CAPTURE.begin(write, int(num_scheduled.sum()))
 
-    def _kvbench_remove(self, orders: Iterable[EvictionOrder]) -> None:
-        for order in orders:
-            store = self._kvbench_store(order.blocks, order.eviction.live)
-            moved = self._kvbench_rows.remove(order, store)
-            self._kvbench_moved.append((order, moved))
+    def _kvbench_remove(self, order: EvictionOrder) -> None:
+        store = self._kvbench_store(order.blocks, order.eviction.live)
+        moved = self._kvbench_rows.remove(order, store)
+        self._kvbench_moved.append((order, moved))
 
     def _kvbench_shorten(self, request: str, order: EvictionOrder) -> None:
         """Forget the blocks a running request gave back."""

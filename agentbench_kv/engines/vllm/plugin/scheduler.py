@@ -103,10 +103,8 @@ class EvictingScheduler(Scheduler):
         """Count the step's tokens and say what the workers are to do."""
         table = self.sessions
         plan = StepPlan(self._new_method, table.dropped.copy(), before=table.before.copy())
-        plan.rewound = table.rewound.copy()
         self._new_method = None
         table.dropped.clear()
-        table.rewound.clear()
         table.before.clear()
         table.plan_prefixes([*self._forwards(output)], plan)
         for request_id, rows in output.num_scheduled_tokens.items():
@@ -191,7 +189,8 @@ class _Commands(SessionCommands[VllmSession]):
         self._scheduler = scheduler
 
     def handlers(self) -> dict[str, Handler]:
-        handlers = super().handlers() | {"rewind": self._rewind}
+        handlers = super().handlers()
+        handlers |= {"rewind": self._rewind, "evict_spans": self._evict_spans}
         return {name: self._locked(handler) for name, handler in handlers.items()}
 
     def _locked(self, handler: Handler) -> Handler:
@@ -227,11 +226,21 @@ class _Commands(SessionCommands[VllmSession]):
         self._scheduler.use(method)
 
     def _rewind(self, request: Mapping[str, Any]) -> None:
-        table = self._scheduler.sessions
-        session = table.sessions.get(request["session"])
-        if session is None:  # nothing of it is here yet
-            return
-        if session.running:
+        session = self._at_rest(request)
+        if session is not None:
+            self._scheduler.sessions.rewind(session, request["length"])
+
+    def _evict_spans(self, request: Mapping[str, Any]) -> int:
+        session = self._at_rest(request)
+        if session is None:
+            return 0
+        spans = [(start, end) for start, end in request["spans"]]
+        return self._scheduler.sessions.evict_spans(session, spans)
+
+    def _at_rest(self, request: Mapping[str, Any]) -> VllmSession | None:
+        """Return a session that does not generate; None if nothing of it is here yet."""
+        session = self._scheduler.sessions.sessions.get(request["session"])
+        if session is not None and session.running:
             # Its client hung up, and the abort has not come through yet.
             self.abort(session)
-        table.rewind(session, request["length"])
+        return session

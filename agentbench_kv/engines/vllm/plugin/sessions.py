@@ -16,6 +16,7 @@ from agentbench_kv.engines.core.ledger import (
     Eviction,
     EvictionOrder,
     PrefixEnd,
+    Rewind,
     SessionLedger,
     StepPlan,
     WindowBytes,
@@ -23,6 +24,7 @@ from agentbench_kv.engines.core.ledger import (
 from agentbench_kv.engines.core.prefixes import PrefixTable
 from agentbench_kv.engines.vllm.plugin.blocks import BlockPrefix, SessionBlocks
 from agentbench_kv.methods.base import Method
+from agentbench_kv.methods.spans import SpanRange
 from agentbench_kv.phases.machine import PromptPhases, cut_runs
 from agentbench_kv.phases.tokens import StopMatcher
 
@@ -39,6 +41,7 @@ class VllmSession(SchedulerSession):
     # Tokens and phases of the blocks that it may share, until it has begun; None: it shares none.
     prefix_key: bytes | None = None
     prefix_tokens: int = 0
+    gone: set[int] = field(default_factory=set)  # positions of tokens that were told to leave
 
 
 @dataclass(frozen=True)
@@ -69,8 +72,8 @@ class VllmSessions:
         self.sessions: OrderedDict[str, VllmSession] = OrderedDict()
         self.by_request: dict[str, VllmSession] = {}
         self.dropped: list[str] = []  # sessions whose rows are gone since the last step
-        self.before: list[EvictionOrder] = []  # events of sessions at rest, for the next step
-        self.rewound: dict[str, int] = {}  # session -> its length, for the next step
+        # What happened to sessions at rest, for the next step.
+        self.before: list[EvictionOrder | Rewind] = []
         self.prefixes: PrefixTable[VllmSession, BlockPrefix] = PrefixTable()
         self.given_up: list[str] = []  # prefixes that nobody will begin with any more
         self._numbers = itertools.count(1)  # of prefixes
@@ -132,11 +135,14 @@ class VllmSessions:
         if eviction is not None:
             self.before.append(self.order(session, eviction))
 
-    def order(self, session: VllmSession, eviction: Eviction) -> EvictionOrder:
+    def order(
+        self, session: VllmSession, eviction: Eviction, spans: Sequence[SpanRange] = ()
+    ) -> EvictionOrder:
         """Free the blocks an event leaves empty and describe it for the worker."""
         before = self.blocks.shorten(session.request, eviction)
         self.blocks.deficits[session.request] = session.ledger.deficit
-        return EvictionOrder(session.name, len(session.ledger.stats.events) - 1, eviction, before)
+        number = len(session.ledger.stats.events) - 1
+        return EvictionOrder(session.name, number, eviction, before, spans)
 
     def may_begin(self, session: VllmSession) -> bool:
         """Whether a session may be fed; not while another one computes what it begins with."""
@@ -184,13 +190,34 @@ class VllmSessions:
         if length < session.ledger.stats.shared:
             self.lose(session)  # what comes next would be written into others' blocks
         del session.tokens[length:]
+        session.gone = {position for position in session.gone if position < length}
+        rows = min(session.ledger.live, length - len(session.gone))
         if length < session.ledger.fed:
             if length:
-                self.blocks.cut(session.request, length)
+                self.blocks.cut(session.request, length, rows)
             else:  # whoever comes next begins anew
                 self.blocks.drop(session.request)
-            self.rewound[session.name] = length
-        session.ledger.rewind(length, min(session.ledger.live, length))
+            self.before.append(Rewind(session.name, length))
+        session.ledger.rewind(length, rows)
+
+    def evict_spans(self, session: VllmSession, spans: Sequence[SpanRange]) -> int:
+        """Have whole tokens of a session at rest leave before the next step; return how many.
+
+        ValueError where heads keep others, and for a prefix that others read.
+        """
+        if self.method.compresses:
+            raise ValueError(f"{self.method.label} keeps other tokens in every head")
+        fed, first = session.ledger.fed, session.ledger.stats.shared
+        wanted = {at for start, end in spans for at in range(max(0, start), min(end, fed))}
+        leaving = wanted - session.gone
+        if not leaving:
+            return 0
+        if min(leaving) < first:
+            raise ValueError(f"the first {first} tokens of session {session.name} are shared")
+        session.gone |= leaving
+        eviction = session.ledger.evict(session.ledger.live - len(leaving))
+        self.before.append(self.order(session, eviction, spans))
+        return len(leaving)
 
     def lose(self, session: VllmSession) -> None:
         """Forget a session's rows; it will be computed again."""
@@ -200,9 +227,10 @@ class VllmSessions:
         session.ledger.lose()
         self.prefixes.give_up(session)
         session.tokens = []
+        session.gone.clear()
         session.workers_know = False
         self.dropped.append(session.name)
-        self.before = [order for order in self.before if order.session != session.name]
+        self.before = [each for each in self.before if each.session != session.name]
 
     def make_room(self, request: str) -> bool:
         """Free a prefix that nobody reads, or the session longest at rest; False if none holds any.
