@@ -177,7 +177,7 @@ def share(counts: Counts) -> Interval:
     return level(Scores(counts, {name: number for name, (_, number) in counts.items()}))
 
 
-def fidelity(found: Sequence[Played], base: str) -> Iterator[str]:
+def fidelity(found: Sequence[Played], base: str, digits: int) -> Iterator[str]:
     """Yield a table: every arm with intervals, and its difference to `base`, paired by session."""
     yield (
         "| budget | method | events | KL | KL of values | same best token, % "
@@ -195,18 +195,18 @@ def fidelity(found: Sequence[Played], base: str) -> Iterator[str]:
             change = deltas.get(id(arm))
             tail = "| | |"
             if change is not None:
-                ends = f"[{change.low:+.3f}, {change.high:+.3f}]"
-                tail = f"| {change.point:+.3f} {ends} | {next(adjusted):.3f} |"
-            yield f"| {budget or ''} | {arm.method} {_row(arm)} {tail}"
+                ends = f"[{change.low:+.{digits}f}, {change.high:+.{digits}f}]"
+                tail = f"| {change.point:+.{digits}f} {ends} | {next(adjusted):.3f} |"
+            yield f"| {budget or ''} | {arm.method} {_row(arm, digits)} {tail}"
 
 
-def _row(arm: Played) -> str:
+def _row(arm: Played, digits: int) -> str:
     events = np.mean(list(arm.events.values()))
     same = shown(share(arm.figures["top1"]), 1, 100)
     calls = arm.figures["calls_exact"]
     return (
-        f"| {events:.1f} | {shown(open_level(arm.figures['kl']))} "
-        f"| {shown(open_level(arm.figures['kl_value']))} | {same} | {100 * mean(calls):.0f}"
+        f"| {events:.1f} | {shown(open_level(arm.figures['kl']), digits)} "
+        f"| {shown(open_level(arm.figures['kl_value']), digits)} | {same} | {100 * mean(calls):.0f}"
     )
 
 
@@ -223,13 +223,13 @@ def matrix(found: Sequence[Played]) -> Iterator[str]:
         yield f"| {name} | " + " | ".join(cells) + " |"
 
 
-def parts(found: Sequence[Played]) -> Iterator[str]:
+def parts(found: Sequence[Played], digits: int) -> Iterator[str]:
     """Yield a table of KL by kind of token and phase."""
     yield "| budget | method | " + " | ".join(_PARTS) + " |"
     yield "|--:|---|" + "--:|" * len(_PARTS)
     for arm in sorted(found, key=lambda a: (a.budget, mean(a.figures["kl"]))):
         columns = [arm.figures[f"kl_{part}"] for part in _PARTS]
-        cells = [f"{mean(each):.3f}" if each else "" for each in columns]
+        cells = [f"{mean(each):.{digits}f}" if each else "" for each in columns]
         yield f"| {arm.budget or ''} | {arm.method} | " + " | ".join(cells) + " |"
 
 
@@ -469,6 +469,7 @@ def main() -> None:
     parser.add_argument("--title", default="")
     parser.add_argument("--against", type=Path)
     parser.add_argument("--least", type=int, default=0, help="leave out arms of fewer sessions")
+    parser.add_argument("--digits", type=int, default=3, help="of divergences")
     parser.add_argument("--without", action="append", default=[], help="and those called so")
     given = parser.parse_args()
     figures = given.figure or ["kl", "kl_value"]
@@ -481,7 +482,9 @@ def main() -> None:
         return
     read = partial(arms, given.path, given.least, given.without)
     verbs: dict[str, Callable[[], Iterator[str]]] = {
-        "fidelity": lambda: chain(fidelity(read(), given.base), [""], parts(read())),
+        "fidelity": lambda: chain(
+            fidelity(read(), given.base, given.digits), [""], parts(read(), given.digits)
+        ),
         "matrix": lambda: matrix(read()),
         "contrasts": lambda: contrasts(
             all_arms(given.path), given.more, figures, given.budget
