@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from click.testing import CliRunner
 
+from agentbench_kv.adapters.probe.session import ChatSession
 from agentbench_kv.cli import kvbench
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
@@ -89,3 +91,10 @@ def test_sessions_end_with_an_answer_of_the_agent(tmp_path: Path) -> None:
     assert len(cut.answers) == 3
     assert real_sessions.first_answers(read, None) == read
     assert real_sessions.first_answers(read, 9) == read
+
+
+def test_sessions_of_several_tasks_come_by_turns_under_their_names() -> None:
+    one = ChatSession("1", ({"role": "user", "content": "Hello."},), ())
+    found = {"probe/x/air": [one, replace(one, id="2")], "probe/x/shop": [one]}
+    assert [each.id for each in real_sessions.by_turns(found)] == ["air/1", "shop/1", "air/2"]
+    assert [each.id for each in real_sessions.by_turns({"probe/x/air": [one]})] == ["1"]
