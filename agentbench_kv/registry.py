@@ -77,14 +77,35 @@ def make_method(
 ) -> Method:
     """Build a method from `name`, `name@preset` or `kvpress:PRESS(...)`, a budget and settings.
 
+    Settings of its own follow a name after commas, `name@preset,key=value`, and come before those
+    that are given.
+
     Raises
     ------
     UsageError
         If name, preset, parameter or value is wrong; the message says what is right.
     """
+    chosen, own = split_settings(spec)
     # A press has no presets, and its arguments may hold any text.
-    name, _, preset = (spec, "", "") if spec.startswith(KVPRESS) else spec.partition("@")
-    return load_method(name).create(preset, budget, settings)
+    name, _, preset = (spec, "", "") if spec.startswith(KVPRESS) else chosen.partition("@")
+    return load_method(name).create(preset, budget, {**(settings or {}), **own})
+
+
+def split_settings(spec: str) -> tuple[str, dict[str, str]]:
+    """Split `name@preset,key=value,...` into `name@preset` and settings.
+
+    A kvpress press keeps its commas. UsageError for what is no setting.
+    """
+    if spec.startswith(KVPRESS):
+        return spec, {}
+    name, *pairs = spec.split(",")
+    settings = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not key or not equals:
+            raise UsageError(f"--method {spec}: expected METHOD,KEY=VALUE, found {pair!r}")
+        settings[key] = value
+    return name, settings
 
 
 def _entry_points(kind: str) -> dict[str, EntryPoint]:

@@ -3,6 +3,8 @@
     python benchmarks/fidelity_oracle.py SESSIONS.jsonl --model FOLDER --tool-syntax json \
         --budget 384 --method agentkv --method snapkv --set trigger=prefill+every --limit 10
 
+A run in the place of the file gives its own sessions.
+
 Hugging Face's model reads every session in one pass, in float32, with eager attention that does not
 see what a method had evicted when a token was read (`conformance/reference.py`). KL, top-1 and dnll
 are computed from its logits in float64, by the definitions. Only the kept sets are the method's
@@ -11,6 +13,7 @@ own. Prints the largest difference of each figure, session by session and over a
 
 from __future__ import annotations
 
+import argparse
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,7 +35,7 @@ from agentbench_kv.engines.embedded.forced import ForcedPlay
 from agentbench_kv.engines.embedded.model import LoadedModel, load_model
 from agentbench_kv.engines.embedded.observer import Observer
 from agentbench_kv.methods.base import Method
-from agentbench_kv.run.recordings import Recording, record_file
+from agentbench_kv.run.recordings import Recording, record_file, record_run
 
 FIGURES = ("kl", "dnll", "top1")
 Figures = Mapping[str, np.ndarray]
@@ -112,6 +115,12 @@ def logprobs(
     return logits[[at - 1 for at in answered]].double().log_softmax(-1)
 
 
+def recorded(given: argparse.Namespace) -> list[Recording]:
+    if given.file.is_dir():
+        return record_run(given.file)[0]
+    return record_file(given.file, given.model, None, given.tool_syntax)
+
+
 def main() -> None:
     """Compare both, session by session."""
     parser = shared_options(__doc__)
@@ -125,7 +134,7 @@ def main() -> None:
     loaded = load_model(given.model, "float32", "cpu")
     plain = AutoModelForCausalLM.from_pretrained(loaded.path, dtype=torch.float32)
     done = sessions_done(given.out)
-    for recording in record_file(given.file, given.model, None, given.tool_syntax):
+    for recording in recorded(given):
         if len(done) >= given.limit:
             break
         if recording.sample in done or len(flat(recording)[0]) > given.most:

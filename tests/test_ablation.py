@@ -47,6 +47,12 @@ def test_default_values_that_do_not_fit_are_left_out_and_named(caplog):
         variants(small, {}, {"keep_recent": [128]})
 
 
+def test_settings_behind_a_name_are_the_baseline_s():
+    named = RunSpec(**{**vars(BASE), "method": "agentkv,pool=max"})
+    arms = variants(named, {}, {"pool": ["avg"]})
+    assert [arm.spec.params["pool"] for arm in arms] == ["max", "avg"]
+
+
 @pytest.mark.parametrize(
     ("axes", "message"),
     [

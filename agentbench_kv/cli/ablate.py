@@ -30,15 +30,20 @@ if TYPE_CHECKING:
 @opt.option("--metric", "score, or a sub-score such as recurring.", default="score", envvar=None)
 @opt.spec_options
 @opt.out_option()
+@opt.banks_option
 @opt.dry_run_option
 @opt.quiet_option
 @opt.json_option
+@click.pass_context
 def ablate(
+    ctx: click.Context,
+    /,
     shared: dict[str, Any],
     axes: tuple[str, ...],
     pairs: tuple[str, ...],
     metric: str,
     out: Path,
+    banks: Path | None,
     dry_run: bool,
     quiet: bool,
     as_json: bool,
@@ -59,12 +64,13 @@ def ablate(
 
     chosen = {key: value.split(",") for key, value in opt.parse_settings(axes).items()}
     arms = variants(opt.base_spec(shared, **base), opt.parse_settings(pairs), chosen or None)
+    opt.check_banks(ctx, [arm.spec for arm in arms], banks)
     if dry_run:
         check_all([arm.spec for arm in arms])
         show_plan([identified(arm.spec, make=False) for arm in arms], out, as_json)
         return
     with interruptible(), run_progress(quiet) as progress:
-        compared = run_arms(arms, out, progress, metric)
+        compared = run_arms(arms, out, progress, metric, banks)
     if as_json:
         opt.print_json([_document(arm) for arm in compared])
     else:

@@ -72,7 +72,7 @@ def fidelity(
     from agentbench_kv.results.store import RunReader, RunStore
     from agentbench_kv.results.tables.fidelity import fidelity_tables
     from agentbench_kv.results.tables.formats import show
-    from agentbench_kv.run.fidelity import fidelity_arms, play_fidelity
+    from agentbench_kv.run.fidelity import fidelity_arms, one_run, play_fidelity
     from agentbench_kv.run.selfcheck import self_check
     from agentbench_kv.run.spec import RunSpec
 
@@ -84,9 +84,11 @@ def fidelity(
     precisions = [name.replace("auto", "") for name in dict.fromkeys(kv_dtypes)] or [""]
     arms = fidelity_arms(methods, [Budget.parse(text) for text in budgets], own, precisions)
     with interruptible():
+        of_run = asked["source"] and asked["source"].is_dir()
+        if of_run:
+            asked["source"] = one_run(asked["source"])
         chosen = {key: value for key, value in settings.items() if key in of_task}
         recordings, label, model = _recorded(asked, chosen)
-        of_run = asked["source"] and asked["source"].is_dir()
         like = RunSpec(**RunReader(asked["source"]).info.spec) if of_run else None
         specs = [arm.spec(model, label, asked["dtype"], asked["device"], like) for arm in arms]
         told = _say if not quiet else lambda *_: None

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from click.core import ParameterSource
 from click.shell_completion import get_completion_class
 
 from agentbench_kv.budget import Budget
@@ -161,6 +162,11 @@ untested_option = flag(
     "--allow-untested-engine allow_untested",
     "Go on with a version of the engine that the adapter was not tested with.",
 )
+banks_option = shown(
+    "--banks FOLDER",
+    "Where what a memory reads of the past is kept in files, and found by later runs (memart).",
+    FOLDER,
+)
 SPEC_OPTIONS = {
     "engine": engine_option,
     "model": model_option,
@@ -196,11 +202,22 @@ def spec_options(command: F) -> F:
     return gathered  # type: ignore[return-value]
 
 
+def check_banks(ctx: click.Context, specs: Sequence[RunSpec], banks: Path | None) -> None:
+    """Refuse `--banks` where no method keeps any: UsageError.
+
+    The environment's folder is for those runs that have a use for it.
+    """
+    from agentbench_kv.run import memories
+
+    if banks is not None and ctx.get_parameter_source("banks") is ParameterSource.COMMANDLINE:
+        memories.check_banks(specs, banks)
+
+
 GRID_OPTIONS = (
     shown(
         "--method methods",
-        "Method, or method@preset; repeatable. [default: agentkv; full without a budget, or on an "
-        "engine that cannot compress]",
+        "Method or method@preset, with settings of its own if any (agentkv,pool=max); repeatable. "
+        "[default: agentkv; full without a budget, or on an engine that cannot compress]",
         multiple=True,
     ),
     shown(

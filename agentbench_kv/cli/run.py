@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from click.core import ParameterSource
 
 from agentbench_kv.budget import Budget
 from agentbench_kv.cli import options as opt
@@ -22,11 +21,7 @@ from agentbench_kv.cli.config import config_option, save, save_option
     "Stop once this much is spent (engine api, prices from KVBENCH_API_PRICES).",
     opt.ABOVE_ZERO,
 )
-@opt.shown(
-    "--banks FOLDER",
-    "Where what a memory reads of the past is kept in files, and found by later runs (memart).",
-    opt.FOLDER,
-)
+@opt.banks_option
 @config_option
 @save_option
 @opt.dry_run_option
@@ -54,7 +49,6 @@ def run(
     from agentbench_kv.cli.output import run_progress, show_lost, show_outcome, show_plan
     from agentbench_kv.engines.api.http import spending_limit
     from agentbench_kv.run.calibration import identified
-    from agentbench_kv.run.memories import check_banks
     from agentbench_kv.run.runner import check_all, run_all
     from agentbench_kv.run.spec import default_methods, grid
 
@@ -70,9 +64,7 @@ def run(
         asked["seeds"],
         opt.parse_settings(asked["pairs"]),
     )
-    # The environment's folder is for those runs that have a use for it.
-    if banks is not None and ctx.get_parameter_source("banks") is ParameterSource.COMMANDLINE:
-        check_banks(specs, banks)
+    opt.check_banks(ctx, specs, banks)
     if dry_run:
         check_all(specs)
         show_plan([identified(spec, make=False) for spec in specs], out, as_json)

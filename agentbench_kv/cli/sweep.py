@@ -58,6 +58,7 @@ sweep_option = opt.local("--sweep name", "Its name, or how it begins, where ther
 @opt.grid_options
 @opt.spec_options
 @out_option
+@opt.banks_option
 @opt.local("--on", "Where workers run.", click.Choice(("local", "ray", "slurm")), default="local")
 @opt.local("--workers", "Most at a time. [default: as there is room; 64 elsewhere]", opt.POSITIVE)
 @opt.local("--cpus", "Cores for each run. [default: 1]", opt.POSITIVE)
@@ -79,6 +80,7 @@ def start(
     file: Path | None,
     shared: dict[str, Any],
     out: str,
+    banks: Path | None,
     on: str,
     slurm_settings: tuple[str, ...],
     dry_run: bool,
@@ -97,12 +99,13 @@ def start(
     limits = {name: asked.pop(name) for name in ("workers", "cpus", "gpus", "retries", "hours")}
     plan = _plan(file, limits)
     jobs = _checked(jobs_of(plan, given(ctx, {**shared, **asked})))
+    opt.check_banks(ctx, [job.spec for job in jobs], banks)
     if dry_run:
         _show_plan([(job, identified(job.spec, make=False).id) for job in jobs], out, as_json)
         return 0
     settings = opt.parse_settings(slurm_settings, "--slurm")
     with interruptible(), _showing(quiet or as_json) as show:
-        report = _run(jobs, out, plan, on, settings, show)
+        report = _run(jobs, out, plan, on, settings, show, banks)
     return _show_end(report, out, as_json)
 
 
@@ -132,6 +135,7 @@ def _run(
     on: str,
     settings: Mapping[str, str],
     show: Show,
+    banks: Path | None,
 ) -> SweepReport:
     from dataclasses import replace
 
@@ -150,7 +154,8 @@ def _run(
     known = Sweep.of(objects_at(out), [replace(job, spec=identified(job.spec)) for job in jobs])
     until = None if plan.hours is None else time.time() + 3600 * plan.hours
     executor = _executor(on, folder, known.name, settings, plan.hours)
-    command = known.register(on, plan.retries, until)
+    kept = None if banks is None else str(banks.resolve())
+    command = known.register(on, plan.retries, until, kept)
     most = plan.workers or (10_000 if on == "local" else 64)
     _, place = opened(out)
     return Supervisor(out, known, place, command, executor, most, show).run()

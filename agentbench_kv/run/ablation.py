@@ -11,7 +11,7 @@ from typing import Any
 from agentbench_kv.errors import PrerequisiteError, UsageError, unknown_name
 from agentbench_kv.methods.agentkv import PHASELESS, SAMPLERS
 from agentbench_kv.methods.base import KEPT_SETS
-from agentbench_kv.registry import load_method
+from agentbench_kv.registry import load_method, split_settings
 from agentbench_kv.results.runs import RunGroup, asked_once, load_run
 from agentbench_kv.results.stats import Change, Interval, change, holm, level
 from agentbench_kv.results.store import RunStore
@@ -63,7 +63,9 @@ def variants(
     Without `axes` (parameter -> values) those of `AXES` that make a difference to the method, with
     the values that go with the budget. UsageError for what the method does not take.
     """
-    method = load_method(base.method.partition("@")[0])
+    name, own = split_settings(base.method)
+    base, settings = replace(base, method=name), {**settings, **own}
+    method = load_method(name.partition("@")[0])
     known = method.parameters()
     for name in axes or ():
         if name not in known:
@@ -87,11 +89,19 @@ def variants(
 
 
 def ablate(
-    arms: Sequence[Variant], out: Path, progress: Progress, metric: str = "score"
+    arms: Sequence[Variant],
+    out: Path,
+    progress: Progress,
+    metric: str = "score",
+    banks: Path | None = None,
 ) -> list[Variant]:
-    """Run what is missing and compare every variant with the first; `metric` may be a sub-score."""
+    """Run what is missing and compare every variant with the first; `metric` may be a sub-score.
+
+    `banks` is a folder for what memories read of the past.
+    """
     arms = [replace(arm, spec=identified(arm.spec)) for arm in arms]
-    if lost := sum(summary.lost for summary in run_all([arm.spec for arm in arms], out, progress)):
+    summaries = run_all([arm.spec for arm in arms], out, progress, banks)
+    if lost := sum(summary.lost for summary in summaries):
         raise PrerequisiteError(
             f"{lost} trials were lost to engine or infrastructure (kvbench show RUN says to what), "
             "so there is nothing to compare; the same command tries them again"

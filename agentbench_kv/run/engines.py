@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -62,9 +63,11 @@ class EngineShelf:
 
     Only engines that can change their method without a new start are kept. An engine whose run
     failed is shut down. One engine exists at a time: another one starts after this one has ended.
+    `banks` is the folder where engines keep what memories read of the past.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, banks: Path | None = None) -> None:
+        self.banks = banks
         self._kept: _Shelved | None = None
 
     def __enter__(self) -> Self:

@@ -25,11 +25,10 @@ from agentbench_kv.engines.embedded.forced import ForcedPlay, Stretch
 from agentbench_kv.engines.embedded.model import LoadedModel, load_model
 from agentbench_kv.errors import ContextLimitError, UsageError, unknown_name
 from agentbench_kv.methods.base import CLOSINGS, PHASE_NAMES, Method, Phase
-from agentbench_kv.methods.kvpress import PREFIX as KVPRESS
 from agentbench_kv.phases import PhaseTable, load_tokenizer, system_tokens
-from agentbench_kv.registry import load_method, make_method
+from agentbench_kv.registry import load_method, make_method, split_settings
 from agentbench_kv.results.records import KVAccount, TrialRecord, TrialStatus, Usage
-from agentbench_kv.results.store import RunDir, RunStore
+from agentbench_kv.results.store import RunDir, RunReader, RunStore
 from agentbench_kv.results.summary import GIVEN_TOKENS, Summary, summarize
 from agentbench_kv.run.calibration import calibration_used, identified
 from agentbench_kv.run.provenance import environment
@@ -90,7 +89,7 @@ def fidelity_arms(
     A method may bring settings of its own, as in `agentkv,pool=max,chunk=4`. UsageError for a
     setting that none of them has, and for a method without its budget.
     """
-    known = [_read_method(text) for text in dict.fromkeys(methods)]
+    known = [split_settings(text) for text in dict.fromkeys(methods)]
     classes = [load_method(name.partition("@")[0]) for name, _ in known]
     for key in settings:
         if not any(key in cls.parameters() for cls in classes):
@@ -105,18 +104,23 @@ def fidelity_arms(
     return arms
 
 
-def _read_method(text: str) -> tuple[str, dict[str, str]]:
-    """Read `name@preset,key=value,...`; a kvpress press keeps its commas."""
-    if text.startswith(KVPRESS):
-        return text, {}
-    name, *pairs = text.split(",")
-    settings = {}
-    for pair in pairs:
-        key, equals, value = pair.partition("=")
-        if not equals:
-            raise UsageError(f"--method {text}: expected METHOD,KEY=VALUE, found {pair!r}")
-        settings[key] = value
-    return name, settings
+def one_run(folder: Path) -> Path:
+    """Return the run directory that a folder is, or that it holds beside fidelity's own.
+
+    A UsageError naming some, if there are more.
+    """
+    store = RunStore(folder)
+    if (folder / "run.json").is_file():
+        return folder
+    played = [name for name in store.names() if not _is_fidelity(store.find(name))]
+    if len(played) > 1:
+        shown = ", ".join(played[:3]) + ", ..." * (len(played) > 3)
+        raise UsageError(f"{folder} holds {len(played)} runs, name one: {shown}")
+    return folder / played[0] if played else folder
+
+
+def _is_fidelity(run: RunReader) -> bool:
+    return str(run.info.spec.get("task", "")).startswith(PREFIX)
 
 
 def play_fidelity(

@@ -110,8 +110,8 @@ def run_all(
     check_all(specs)
     for spec in specs:
         load_engine(spec.engine).check_compute(spec.dtype, spec.device)
-    with EngineShelf() as shelf:
-        return [run_one(spec, out, progress, shelf, banks) for spec in specs]
+    with EngineShelf(banks) as shelf:
+        return [run_one(spec, out, progress, shelf) for spec in specs]
 
 
 def run_one(
@@ -119,7 +119,6 @@ def run_one(
     out: Path,
     progress: Progress,
     shelf: EngineShelf | None = None,
-    banks: Path | None = None,
 ) -> Summary:
     """Run what is missing of one spec and summarize it; `shelf` may have its engine ready."""
     spec = identified(spec)
@@ -139,7 +138,7 @@ def run_one(
             progress(spec, expected - len(todo), expected, None)
             if todo:
                 left = [sample for sample, _ in todo]
-                with trial_setup(spec, task, left, shelf=shelf, banks=banks) as setup:
+                with trial_setup(spec, task, left, shelf=shelf) as setup:
                     _play(setup, todo, run, partial(progress, spec), expected)
         return summarize(run)
     finally:
@@ -169,18 +168,18 @@ def trial_setup(
     samples: Sequence[Sample],
     observer: Any = None,
     shelf: EngineShelf | None = None,
-    banks: Path | None = None,
 ) -> Iterator[TrialSetup]:
     """Start engine, gateway and, if the task needs one, the loopback server.
 
     An engine from a `shelf` goes back to it.
     """
     spec = identified(spec)
-    if banks is not None:
-        open_banks(banks, spec.built_method)
-    options = replace(engine_options(spec), scripts=_scripts(spec, task, samples), banks=banks)
+    scripts = _scripts(spec, task, samples)
     with ExitStack() as stack:
         engines = shelf or stack.enter_context(EngineShelf())
+        if engines.banks is not None:
+            open_banks(engines.banks, spec.built_method)
+        options = replace(engine_options(spec), scripts=scripts, banks=engines.banks)
         engine = stack.enter_context(engines.lend(spec.engine, options, observer))
         gateway = open_gateway(
             engine,

@@ -25,7 +25,7 @@ from agentbench_kv.engines.serving.wire import read_model
 from agentbench_kv.errors import KVBenchError, PrerequisiteError, UsageError
 from agentbench_kv.gateway import open_gateway
 from agentbench_kv.gateway.http import BackgroundServer, ServerSettings
-from agentbench_kv.registry import load_engine, make_method
+from agentbench_kv.registry import load_engine, make_method, split_settings
 from agentbench_kv.results.store import run_id
 from agentbench_kv.run.calibration import calibrated, calibration_used
 from agentbench_kv.run.engines import check_pair, start_engine
@@ -251,6 +251,7 @@ def engine_arms(
             raise UsageError(f"method {method.label!r} drops messages, and this sends token ids")
         known = budget.spelled if budget is not None and method.compresses else None
         label = method.label if known is None else f"{method.label} {known}"
+        label += "".join(f" {key}={value}" for key, value in split_settings(name)[1].items())
         if kv_dtype:
             label += f" kv={kv_dtype}" + " simulated" * (engine == "embedded")
         made[label] = ServingArm(

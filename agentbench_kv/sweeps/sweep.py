@@ -36,6 +36,7 @@ class Command(Struct, frozen=True):
     on: str  # local, ray or slurm
     retries: int = 1
     until: float | None = None  # seconds since 1970, when its workers end
+    banks: str | None = None  # folder of what memories read of the past, on every worker's machine
 
 
 @dataclass(frozen=True)
@@ -88,10 +89,12 @@ class Sweep:
             raise UsageError(f"{ROOT}/{name}.json is no sweep's plan: {error}") from error
         return cls(objects, name, jobs)
 
-    def register(self, on: str, retries: int, until: float | None) -> Command:
+    def register(
+        self, on: str, retries: int, until: float | None, banks: str | None = None
+    ) -> Command:
         """Note down that a command begins to work on the sweep."""
         who = f"pid {os.getpid()} on {socket.gethostname()}"
-        command = Command(uuid.uuid4().hex[:12], time.time(), who, on, retries, until)
+        command = Command(uuid.uuid4().hex[:12], time.time(), who, on, retries, until, banks)
         self.objects.write(self._at(f"commands/{command.id}.json"), msgspec.json.encode(command))
         return command
 

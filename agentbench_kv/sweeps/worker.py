@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -66,7 +67,8 @@ class Worker:
         self._command = _command(self._sweep, order.command)
         self._progress = progress
         self._journal = self._sweep.journal(order.worker, order.command)
-        self._shelf = EngineShelf()
+        banks = self._command.banks
+        self._shelf = EngineShelf(Path(banks) if banks else None)
         self._warm: tuple[str, ...] = ()  # what the last run has left loaded
         self._avoid: set[str] = set()  # runs that another one just took
         self._held: list[str] = []

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from agentbench_kv.results.store import RunStore
+
 
 def test_a_memory_needs_a_past(kvbench: Callable[..., Any], tmp_path: Path) -> None:
     refused = kvbench("run", "--method", "memart", "--limit", "1", "--out", str(tmp_path))
@@ -54,3 +56,29 @@ def test_a_second_run_finds_what_the_first_has_read(
     files = sorted(each["metrics"].get("ingest_files", 0) for each in found)
     assert files == [0, len([*(tmp_path / "banks").glob("*.safetensors")])]
     assert len({each["metrics"]["ingest_tokens"] for each in found}) == 1
+
+
+def test_a_sweep_and_an_ablation_read_a_past_once(
+    kvbench: Callable[..., Any], tmp_path: Path
+) -> None:
+    banks, task = tmp_path / "banks", ("--task", "micro/memory", "--limit", "1")
+    grid = ("sweep", "--method", "memart,topk=8", "--method", "memart,topk=24", *task)
+    place = ("--banks", str(banks), "--out", str(tmp_path / "swept"), "--workers", "1")
+    done = kvbench(*grid, *place, "--json")
+    assert done.returncode == 0, done.stderr
+    files = {path: path.stat().st_mtime_ns for path in banks.glob("*.safetensors")}
+    records = [
+        record.metrics
+        for name in RunStore(tmp_path / "swept").names()
+        for record in RunStore(tmp_path / "swept").find(name).trials()
+    ]
+    # One of the two has read it all, the other one nothing.
+    assert sorted(each.get("ingest_files", 0) for each in records) == [0, len(files)]
+    ablation = ("ablate", "--method", "memart,topk=8", "--budget", "1024", "--axis", "topk=16,24")
+    again = kvbench(*ablation, *task, "--banks", str(banks), "--out", str(tmp_path / "ablated"))
+    assert again.returncode == 0, again.stderr
+    assert {path: path.stat().st_mtime_ns for path in banks.glob("*.safetensors")} == files
+    for command in (grid[:1], ablation[:1]):
+        refused = kvbench(*command, "--method", "agentkv", "--budget", "256", "--banks", str(banks))
+        assert refused.returncode == 2
+        assert "no method of this run reads a past into banks" in refused.stderr

@@ -67,6 +67,19 @@ def test_settings_reach_the_method(kvbench: Kvbench) -> None:
     assert twin == given
 
 
+def test_a_method_brings_settings_of_its_own(kvbench: Kvbench) -> None:
+    plan = ("run", "--budget", "64", "--set", "sinks=2", "--dry-run", "--json")
+    both = ("--method", "agentkv", "--method", "agentkv,pool=max,sinks=3")
+    plain, own = json.loads(kvbench(*plan, *both).stdout)
+    (named,) = json.loads(kvbench(*plan[:3], "--set", "pool=max", "--set", "sinks=3",
+                                 "--dry-run", "--json").stdout)  # fmt: skip
+    assert own == named  # the same run, with the same id
+    assert ("pool" in plain["spec"]["params"], plain["spec"]["params"]["sinks"]) == (False, 2)
+    refused = kvbench("run", "--budget", "64", "--method", "agentkv,pool")
+    assert refused.returncode == 2
+    assert "expected METHOD,KEY=VALUE, found 'pool'" in refused.stderr
+
+
 @pytest.mark.parametrize(
     ("given", "driven"),
     [

@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from agentbench_kv.cli import kvbench
+from agentbench_kv.errors import UsageError
 from agentbench_kv.methods.base import Phase
 from agentbench_kv.phases.tokens import TokenCodec, load_tokenizer
 from agentbench_kv.results.runs import load_runs
@@ -17,6 +18,7 @@ from agentbench_kv.results.site import build_site
 from agentbench_kv.results.site.tokenline import token_line
 from agentbench_kv.results.store import RunReader, RunStore
 from agentbench_kv.run import fidelity
+from agentbench_kv.run.fidelity import one_run
 from agentbench_kv.run.recordings import kinds_of, record_gold, record_run
 
 TASK = "micro/recall-1k"
@@ -217,7 +219,7 @@ def test_a_run_of_ones_own_is_one_hundred_percent(tmp_path: Path, method: str) -
     assert call(*command, *common).exit_code == 0
     (name,) = RunStore(tmp_path).names()
     run = RunStore(tmp_path).find(name)
-    result = call("fidelity", "--from", str(run.path), *common, "--json")
+    result = call("fidelity", "--from", str(tmp_path), *common, "--json")
     assert result.exit_code == 0, result.output
     (line,) = json.loads(result.stdout)
     assert line["shares"]["right"]["point"] == 1
@@ -226,6 +228,16 @@ def test_a_run_of_ones_own_is_one_hundred_percent(tmp_path: Path, method: str) -
     recordings, model = record_run(run.path)
     assert model == "micro"
     assert sum(r.tokens for r in recordings) == sum(t.kv.logical for t in run.trials())
+    assert one_run(tmp_path) == run.path  # what fidelity wrote beside it is no session
+
+
+def test_sessions_of_many_runs_are_not_guessed(tmp_path: Path) -> None:
+    command = ("run", "--task", TASK, "--engine", "scripted", "--model", "gold", "--quiet")
+    for limit in ("1", "2"):
+        again = (*command, "--limit", limit, "--seed", limit, "--out", str(tmp_path))
+        assert call(*again).exit_code == 0
+    with pytest.raises(UsageError, match="holds 2 runs, name one: "):
+        one_run(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,9 @@ from agentbench_kv.errors import PrerequisiteError, UsageError
 from agentbench_kv.methods.memory.files import _digest
 from agentbench_kv.results.records import TrialRecord
 from agentbench_kv.results.store import RunReader
+from agentbench_kv.run.engines import EngineShelf
 from agentbench_kv.run.memories import check_banks, open_banks
-from agentbench_kv.run.runner import run_one
+from agentbench_kv.run.runner import run_all, run_one
 from agentbench_kv.run.spec import RunSpec, resolve
 
 FEW = {"topk": "24"}
@@ -32,7 +33,8 @@ def spec_of(settings: dict[str, str], limit: int = 2) -> RunSpec:
 
 def play(out: Path, settings: dict[str, str], banks: Path | None = None, limit: int = 2) -> Path:
     spec = spec_of(settings, limit)
-    run_one(spec, out, lambda *_: None, banks=banks)
+    with EngineShelf(banks) as shelf:
+        run_one(spec, out, lambda *_: None, shelf)
     return out / spec.id
 
 
@@ -149,12 +151,12 @@ def test_an_interrupted_run_leaves_whole_files(tmp_path: Path) -> None:
         if told[-1] is not None:
             raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        run_one(spec, tmp_path / "runs", stop, banks=folder)
+    with pytest.raises(KeyboardInterrupt), EngineShelf(folder) as shelf:
+        run_one(spec, tmp_path / "runs", stop, shelf)
     assert {path.suffix for path in folder.iterdir()} <= {".safetensors", ".tmp"}
     left = folder / ".x.safetensors.999999999.1.tmp"  # of a process that was killed
     left.write_bytes(b"half")
-    run_one(spec, tmp_path / "runs", lambda *_: None, banks=folder)
+    run_all([spec], tmp_path / "runs", lambda *_: None, folder)
     assert {path.suffix for path in folder.iterdir()} == {".safetensors"}
     run_one(spec, tmp_path / "plain", lambda *_: None)
     assert timeless(tmp_path / "runs" / spec.id) == timeless(tmp_path / "plain" / spec.id)
@@ -181,7 +183,7 @@ def test_what_is_too_long_is_too_long_from_a_file_too(
 ) -> None:
     spec = replace(spec_of(FEW, 1), **limit)  # type: ignore[arg-type]
     run_one(spec, tmp_path / "plain", lambda *_: None)
-    run_one(spec, tmp_path / "found", lambda *_: None, banks=banks)
+    run_all([spec], tmp_path / "found", lambda *_: None, banks)
     (one,), (other,) = (trials(tmp_path / each / spec.id) for each in ("plain", "found"))
     assert one.status is other.status
     assert one.error == other.error

@@ -175,6 +175,9 @@ def test_methods_are_checked_before_anything_starts() -> None:
     assert [arm.name for arm in arms] == ["full", "agentkv 128"]
     assert (arms[0].budget, arms[0].settings) == (None, {})
     assert (arms[1].budget, arms[1].interval) == (128, 64)
+    both = [("agentkv", Budget(128)), ("agentkv,interval=32", Budget(128))]
+    arms = engine_arms("embedded", "micro", both, {}, **where)
+    assert [arm.name for arm in arms] == ["agentkv 128", "agentkv 128 interval=32"]
     for bad, message in (
         (("api", "m", [("full", None)], {}), "takes messages"),
         (("embedded", "micro", [("nosuch", Budget(5))], {}), "nosuch"),
