@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import hashlib
 import json
 import os
@@ -73,7 +74,8 @@ def write_atomic(path: Path, data: bytes) -> None:
         with writing(path):
             path.write_bytes(data)
         return
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
+    writer = f"{pid_space()}.{os.getpid()}.{threading.get_ident()}"
+    temporary = path.with_name(f".{path.name}.{writer}.tmp")
     with writing(path):
         try:
             with temporary.open("wb") as file:
@@ -147,15 +149,39 @@ def _signature(fd: int) -> str:
 
 
 def sweep(folder: Path, age_s: float) -> None:
-    """Remove what killed processes left half-written in a folder: of no process here, or old."""
+    """Remove what killed processes of this machine left half-written in a folder, and what is old.
+
+    Whether a process of another machine that shares the folder is alive, nobody here can tell.
+    """
     for path in folder.glob(".*.tmp"):
+        parts = path.name.rsplit(".", 4)  # as `write_atomic` makes them
         with contextlib.suppress(OSError):
-            if time.time() - path.stat().st_mtime >= age_s or _is_dead(path.name.split(".")[-3]):
+            dead = len(parts) == 5 and parts[1] == pid_space() and _is_dead(parts[2])
+            if dead or time.time() - path.stat().st_mtime >= age_s:
                 path.unlink()
 
 
+def machine() -> str:
+    """Name the running kernel and the process namespace, in which a pid is one process.
+
+    Two containers on a host may share its name, and have each a process of the same number.
+    Empty where there is no /proc.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"  # noqa: PTH115
+    except OSError:
+        return ""
+
+
+@functools.cache
+def pid_space() -> str:
+    """Return a short name of where a pid is one process, for names of temporary files."""
+    return hashlib.sha256(f"{socket.gethostname()} {machine()}".encode()).hexdigest()[:8]
+
+
 def _is_dead(pid: str) -> bool:
-    """Whether this machine has no such process, whose number a temporary file's name holds."""
+    """Whether this machine has no such process."""
     try:
         os.kill(int(pid), 0)
     except (ValueError, OverflowError, PermissionError):

@@ -163,20 +163,8 @@ def _writer(info: RunInfo) -> str:
     return f"pid {info.pid} on {info.host}"
 
 
-def _machine() -> str:
-    """Name the running kernel and the process namespace, in which a pid is one process.
-
-    Two containers on a host may share its name, and have each a process of the same number.
-    """
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"  # noqa: PTH115
-    except OSError:  # no Linux, or no /proc: the host's name must do
-        return ""
-
-
 def _is_here(info: RunInfo) -> bool:
-    return info.host == socket.gethostname() and info.machine in ("", _machine())
+    return info.host == socket.gethostname() and info.machine in ("", files.machine())
 
 
 def _is_gone(info: RunInfo) -> bool:
@@ -431,7 +419,7 @@ def _claimed(
         "heartbeat": now,
         "pid": os.getpid(),
         "host": socket.gethostname(),
-        "machine": _machine(),
+        "machine": files.machine(),
         "owner": uuid.uuid4().hex,
         "error": None,
     }

@@ -409,17 +409,19 @@ def test_a_transcript_path_out_of_the_run_is_not_followed(store, spec, make_tria
 def test_leftovers_of_a_killed_process_are_removed(store, spec):
     with store.open("a", spec) as run:
         run.save_transcript("x", 0, {})
-    dead, alive = 2**22 + 1, os.getpid()
+    here = files.pid_space()
+    dead, alive, elsewhere = f"{here}.{2**22 + 1}", f"{here}.{os.getpid()}", f"0ther0ne.{2**22 + 1}"
     folders = (run.path, run.path / "transcripts")
     killed = [folder / f".x.json.{dead}.2.tmp" for folder in folders]
-    written = [folder / f".x.json.{alive}.2.tmp" for folder in folders]
+    # Whether that process of another machine is alive, nobody can tell.
+    written = [folder / f".x.json.{who}.2.tmp" for folder in folders for who in (alive, elsewhere)]
     old = [folder / f".x.json.{alive}.3.tmp" for folder in folders]
     for path in killed + written + old:
         path.write_text("half")
     for path in old:
         os.utime(path, (0, 0))
     store.open("a", spec).close()
-    assert [path.exists() for path in killed + written + old] == [False] * 2 + [True] * 2 + [
+    assert [path.exists() for path in killed + written + old] == [False] * 2 + [True] * 4 + [
         False
     ] * 2
 
@@ -427,7 +429,7 @@ def test_leftovers_of_a_killed_process_are_removed(store, spec):
 def test_what_a_live_writer_is_writing_is_left_alone(store, spec):
     """A second start of the same command is refused, and takes nothing away."""
     with store.open("a", spec) as run:
-        half = run.path / f".run.json.{2**22 + 1}.2.tmp"
+        half = run.path / f".run.json.{files.pid_space()}.{2**22 + 1}.2.tmp"
         half.write_text("half")
         with pytest.raises(UsageError, match="is being written"):
             store.open("a", spec)
