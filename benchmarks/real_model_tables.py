@@ -1,6 +1,7 @@
 """The tables and plots of docs/real-model-results.md, from records that outlive their machine.
 
-    python benchmarks/real_model_tables.py pack RUNS... --out RECORDS.jsonl.xz   # fidelity runs
+    python benchmarks/real_model_tables.py pack RUNS... --out RECORDS.jsonl.xz   # fidelity runs,
+                                                             # and RECORDS that they are added to
     python benchmarks/real_model_tables.py fidelity RECORDS.jsonl.xz [--base METHOD] [--plot SVG]
     python benchmarks/real_model_tables.py matrix RECORDS.jsonl.xz   # KL by method and budget
     python benchmarks/real_model_tables.py contrasts RECORDS.jsonl.xz 'CAND=>BASE' ...
@@ -68,7 +69,27 @@ class Played:
 # --- records
 
 
-def packed(folders: Sequence[Path]) -> Iterator[dict[str, Any]]:
+def packed(sources: Sequence[Path], same: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Return the sessions of fidelity runs and of records, each of an arm once.
+
+    `same` names another hash for a model's: it covers `config.json`, in which a version stands.
+    """
+    found: dict[tuple[str, str, int], dict[str, Any]] = {}
+    for source in sources:
+        for row in lines(source) if source.is_file() else _of_runs([source]):
+            row["model"] = same.get(row["model"], row["model"])
+            found.setdefault((row["session"], row["method"], row["budget"]), row)
+    rows = list(found.values())
+    for name in ("model", "dtype"):
+        if len(known := {row[name] for row in rows}) > 1:
+            raise SystemExit(f"records of more than one {name}: {', '.join(sorted(known))}")
+    played = {(row["session"], row["sha"]) for row in rows}
+    if len(played) > len({session for session, _ in played}):
+        raise SystemExit("a session's tokens differ from arm to arm")
+    return rows
+
+
+def _of_runs(folders: Sequence[Path]) -> Iterator[dict[str, Any]]:
     """Yield the sessions of fidelity runs, arm by arm."""
     for path in sorted(found for folder in folders for found in folder.glob("**/samples.jsonl")):
         run = json.loads((path.parent / "run.json").read_text())
@@ -470,13 +491,15 @@ def main() -> None:
     parser.add_argument("--against", type=Path)
     parser.add_argument("--least", type=int, default=0, help="leave out arms of fewer sessions")
     parser.add_argument("--digits", type=int, default=3, help="of divergences")
+    parser.add_argument("--same", action="append", default=[], help="HASH=HASH of one model")
     parser.add_argument("--without", action="append", default=[], help="and those called so")
     given = parser.parse_args()
     figures = given.figure or ["kl", "kl_value"]
     if given.verb in ("pack", "keep"):
-        folders = [given.path, *map(Path, given.more)]
+        sources = [given.path, *map(Path, given.more)]
+        same = dict(each.split("=") for each in given.same)
         kept = kept_run if given.path.is_dir() else kept_locomo
-        rows = list(packed(folders) if given.verb == "pack" else kept(given.path))
+        rows = list(packed(sources, same) if given.verb == "pack" else kept(given.path))
         write(given.out, rows)
         print(f"{len(rows)} records")
         return
