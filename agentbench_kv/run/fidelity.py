@@ -140,14 +140,14 @@ def play_fidelity(
     first = specs[0]
     model = load_model(first.model, first.dtype, first.device)
     with ExitStack() as stack:
-        runs = []
-        beginnings = stack.enter_context(closing(Beginnings(model)))
+        runs, built = [], [spec.built_method for spec in specs]
+        beginnings = stack.enter_context(closing(Beginnings(model, built)))
         for spec in specs:
             opened = RunStore(out).open(spec.id, spec.document(), environment(), len(recordings))
             runs.append(stack.enter_context(opened))
             _check_sessions(opened, recordings)
             opened.annotate(_provenance(model, spec, provenance))
-        arms = [(run, spec.built_method) for run, spec in zip(runs, specs, strict=True)]
+        arms = list(zip(runs, built, strict=True))
         for done, recording in enumerate(recordings):
             missing = [
                 (run, method)

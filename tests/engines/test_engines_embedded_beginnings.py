@@ -33,6 +33,10 @@ Turn = tuple[list[int], list[int]]  # a prompt and an answer
 Played = tuple[list[torch.Tensor], list[KVStats]]
 
 
+def made_for(model: LoadedModel, arms: Sequence[Any] = ARMS) -> Beginnings:
+    return Beginnings(model, [make_method(*arm) for arm in arms], CHUNK)
+
+
 def labelled(ids: Sequence[int]) -> list[tuple[int, Phase]]:
     return [(token, Phase(token % 4)) for token in ids]
 
@@ -96,13 +100,14 @@ SESSIONS = st.lists(
     max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(sessions=SESSIONS)
+@pytest.mark.parametrize("arms", [ARMS, [*ARMS, SUMS]], ids=["plain", "sums"])
 def test_every_play_is_the_same_to_the_bit(
-    model: LoadedModel, sessions: list[tuple[int, int, list[int], list[int]]]
+    model: LoadedModel, arms: list[Any], sessions: list[tuple[int, int, list[int], list[int]]]
 ) -> None:
-    beginnings = Beginnings(model, CHUNK)
+    beginnings = made_for(model, arms)
     for text, tokens, rest, answer in sessions:
         turns = [(stem(text, tokens) + rest, answer), (rest, answer)]
-        assert_same(played(model, turns, beginnings), played(model, turns, None))
+        assert_same(played(model, turns, beginnings, arms), played(model, turns, None, arms))
         assert slots_in_use(beginnings) == len(beginnings._kept) <= BEGINNINGS
     beginnings.close()
     assert slots_in_use(beginnings) == 0
@@ -124,7 +129,7 @@ def tokens_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_whole_chunks_in_common_are_not_read_again(
     model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    beginnings, seen = Beginnings(model, CHUNK), tokens_read(monkeypatch)
+    beginnings, seen = made_for(model), tokens_read(monkeypatch)
     full = ARMS[:1]
     for turns, read in [
         ([(stem(0, 70), [1])], 70),
@@ -142,7 +147,7 @@ def test_whole_chunks_in_common_are_not_read_again(
 def test_the_newest_beginnings_are_kept(
     model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    beginnings, seen = Beginnings(model, CHUNK), tokens_read(monkeypatch)
+    beginnings, seen = made_for(model), tokens_read(monkeypatch)
     texts = range(BEGINNINGS + 1)
     for number in [*texts[:-1], 0, texts[-1]]:  # text 1 is the least recently used
         played(model, [(stem(number, 40), [1])], beginnings, ARMS[:1])
@@ -152,20 +157,28 @@ def test_the_newest_beginnings_are_kept(
         assert sum(seen) == read
 
 
-def test_sums_are_of_a_whole_prompt(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    beginnings = Beginnings(model, CHUNK)
-    turns = [(stem(0, 70), list(range(1, 30)))]
-    played(model, turns, beginnings)
+def test_sums_go_on_from_where_they_stood(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arms = [*ARMS, SUMS]
+    beginnings, turns = made_for(model, arms), [(stem(0, 70), list(range(1, 30)))]
+    played(model, turns, beginnings, arms)
     seen = tokens_read(monkeypatch)
-    with_sums = played(model, turns, beginnings, [*ARMS, SUMS])
-    assert seen[0] == CHUNK  # the first chunk
-    assert_same(with_sums, played(model, turns, None, [*ARMS, SUMS]))
+    # Behind an earlier chunk than the last one, and by what was itself begun so.
+    for tokens, read in [(40, 40 - 32), (70, 70 - 64), (60, 60 - 48)]:
+        seen.clear()
+        turns = [(stem(0, tokens), list(range(1, 30)))]
+        with_sums = played(model, turns, beginnings, arms)
+        assert seen[0] == min(read, CHUNK)
+        assert_same(with_sums, played(model, turns, None, arms))
+    # A play without such a method starts from them as well.
+    assert_same(played(model, turns, beginnings), played(model, turns, None))
 
 
 def test_a_play_that_broke_off_leaves_no_beginning(
     model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    beginnings = Beginnings(model, CHUNK)
+    beginnings = made_for(model)
     turns = [(stem(0, 70), [1, 2])]
     network, calls = forced.run_network, iter(range(100))
 
@@ -192,7 +205,7 @@ def test_a_window_of_attention_leaves_no_beginning() -> None:
     )  # fmt: skip
     network = AutoModelForCausalLM.from_config(config).eval()
     model = wrap_model(network, Path(), "in-memory")
-    beginnings = Beginnings(model, CHUNK)
+    beginnings = made_for(model)
     turns = [(stem(0, 70), [1, 2])]
     for _ in range(2):
         assert_same(played(model, turns, beginnings), played(model, turns, None))

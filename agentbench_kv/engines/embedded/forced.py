@@ -17,15 +17,14 @@ from torch import Tensor
 from agentbench_kv.engines.base import KVStats
 from agentbench_kv.engines.core.ledger import Eviction, SessionLedger
 from agentbench_kv.engines.embedded.attention import pack
-from agentbench_kv.engines.embedded.beginnings import Beginning, Beginnings, Labelled
+from agentbench_kv.engines.embedded.beginnings import Beginning, Beginnings, Labelled, full_cache
 from agentbench_kv.engines.embedded.model import LoadedModel
 from agentbench_kv.engines.embedded.observer import Observer
 from agentbench_kv.engines.embedded.quantization import on_write
 from agentbench_kv.engines.embedded.scheduler import PREFILL_CHUNK, run_network, session_pools
 from agentbench_kv.engines.embedded.session import EmbeddedSession, SessionPools
 from agentbench_kv.errors import ContextLimitError, KVBenchError
-from agentbench_kv.methods.base import Method, Phase, QueryKind, QueryPlan
-from agentbench_kv.methods.full import Full
+from agentbench_kv.methods.base import Method, Phase
 
 
 @dataclass(frozen=True)
@@ -49,8 +48,8 @@ class ForcedPlay:
     `recorders`, one a method if any, see the events of its session.
     `kv_dtypes` are the precisions that the methods' rows are simulated at, as in `EngineOptions`.
     `beginnings` are those of earlier plays of the same model: what the first prompt has in common
-    with one of them is not read again, to the same bits. Sums are of a whole prompt, so a play with
-    a method that asks for them goes without.
+    with one of them is not read again, to the same bits. They must have been made for
+    these methods.
     Raises UsageError if the model has no place for one of the methods.
     """
 
@@ -66,12 +65,11 @@ class ForcedPlay:
         beginnings: Beginnings | None = None,
     ) -> None:
         self._model = model
-        kinds = {method.query_plan().kind for method in methods}
-        sums = QueryKind.SUMS in kinds
-        base = _WithSums() if sums else Full()
+        base = full_cache(methods) if beginnings is None else beginnings.base
         self._log = _QueryLog(model.shape.layers)
-        self._beginnings = None if sums else beginnings
-        pools = session_pools(model, base) if self._beginnings is None else self._beginnings.pools
+        self._sums: dict[int, Tensor] = {}  # of the full cache, behind each chunk of its prompt
+        self._beginnings = beginnings
+        pools = session_pools(model, base) if beginnings is None else beginnings.pools
         self._full = _Member(model, base, self._log)
         self._full.start(ForcedSession("full", base, pools))
         self._first_prompt: Labelled = ()
@@ -128,22 +126,27 @@ class ForcedPlay:
         if self._beginnings is None:
             self._full.free()
         else:
-            self._beginnings.keep(self._first_prompt, self._full.session, self._log.first)
+            self._beginnings.keep(
+                self._first_prompt, self._full.session, self._log.first, self._sums
+            )
         for arm in self._arms:
             arm.free()
 
     def _begin_turn(self, prompt: Labelled) -> list[Tensor | None]:
         """Feed a prompt to every cache; the first one behind what an earlier play has read."""
         first, rest = self._full.session, prompt
-        if self._beginnings is not None and not first.logical:
+        begins = self._beginnings is not None and not first.logical
+        if self._beginnings is not None and begins:
             self._first_prompt = prompt
             found = self._beginnings.find(prompt)
             if found is not None:
                 known, rows = found
                 first.begin_as(known, rows)
                 self._log.begin_as(known, rows)
+                self._sums = {at: sums for at, sums in known.sums.items() if at <= rows}
                 rest = prompt[rows:]
-        return [self._full.begin_turn(rest), *(arm.begin_turn(prompt) for arm in self._arms)]
+        logits = self._full.begin_turn(rest, self._sums if begins else None)
+        return [logits, *(arm.begin_turn(prompt) for arm in self._arms)]
 
     def _members(self) -> list[_Member]:
         # The full cache first: what starts from it needs what it was fed.
@@ -186,11 +189,15 @@ class ForcedSession(EmbeddedSession):
         self.pending.append((token, phase))
         return self.ledger.sampled()
 
+    @torch.inference_mode()
     def begin_as(self, known: Beginning, rows: int) -> None:
         """Start as another session did, with its first rows."""
         self._follow(known.session)
         self.ledger = known.session.ledger.fork()
         self.rewind(rows)
+        if self.cache.shape.with_sums:
+            self.cache.own()
+            self.cache.pool.sums[self.cache.slot, :, :, :rows] = known.sums[rows]
 
     def twin(
         self, method: Method, pools: SessionPools, log: _QueryLog, recorder: Observer | None
@@ -252,8 +259,11 @@ class _Member:
             session.ledger = self._own
         self._session = session
 
-    def begin_turn(self, prompt: Labelled) -> Tensor | None:
-        """Prefill what is pending and a prompt; return the logits [1, vocab] behind it."""
+    def begin_turn(self, prompt: Labelled, sums: dict[int, Tensor] | None = None) -> Tensor | None:
+        """Prefill what is pending and a prompt; return the logits [1, vocab] behind it.
+
+        `sums` gets those behind each forward, by tokens read, if the cache has some.
+        """
         if self._session is None:
             self._own.begin_turn(len(prompt))
             self._own.forward(len(prompt) + self._waiting)
@@ -265,6 +275,9 @@ class _Member:
         logits = None
         while session.pending:
             logits = self._forward(PREFILL_CHUNK, all_rows=False)
+            held = session.cache.sums
+            if sums is not None and held is not None:
+                sums[session.fed] = held[:, :, : session.fed].clone()
         return logits
 
     def feed_drawn(self, more: Labelled) -> Tensor | None:
@@ -319,14 +332,6 @@ class _QueryLog(Observer):
         for parts in self._parts:
             parts[:] = [torch.cat(parts)]
         return [parts[0] for parts in self._parts]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _WithSums(Full):
-    """The full cache, with the sums that some method starts from."""
-
-    def query_plan(self) -> QueryPlan:
-        return QueryPlan(QueryKind.SUMS)
 
 
 class _NoLabeller:
