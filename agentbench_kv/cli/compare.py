@@ -51,8 +51,8 @@ def _count(_: click.Context, __: click.Parameter, value: str | None) -> int:
 @opt.shown(
     "--metric",
     "score, pass^K (of runs with trials), a sub-score such as recurring, kl or dnll and their "
-    "parts (fidelity), peak_bytes, bytes_read, peak_live, or output_tok_s.",
-    default="score",
+    "parts (fidelity), peak_bytes, bytes_read, peak_live, or output_tok_s. [default: score; kl of "
+    "runs of fidelity]",
 )
 @opt.shown(
     "--by",

@@ -16,6 +16,7 @@ from agentbench_kv.errors import UsageError
 from agentbench_kv.results import gate
 from agentbench_kv.results.contrast import SPEED, Contrast, Pair, contrast
 from agentbench_kv.results.drift import Drift, find_drift
+from agentbench_kv.results.fidelity import KL, of_fidelity
 from agentbench_kv.results.gate import MARGIN, Design, Rule, Verdict
 from agentbench_kv.results.runs import SCORE, Run, RunGroup
 from agentbench_kv.results.stats import holm
@@ -53,7 +54,7 @@ def compare(
     base: Sequence[Run],
     cand: Sequence[Run],
     *,
-    metric: str = SCORE,
+    metric: str | None = None,
     margin: float = MARGIN,
     catch: float | None = None,
     by_task: bool = False,
@@ -64,6 +65,7 @@ def compare(
 ) -> Comparison:
     """Compare a candidate with a base; limits as in `Comparison`.
 
+    `metric` is the score, or KL where both sides are runs of fidelity, unless given.
     `catch` is 10, or the margin if that is more, unless given. `by_task` gives each task its own
     verdict, which speed always has; `listed` is how many changed samples of each row to list;
     `noise` are further runs of full for the A/A floor. A UsageError if a run cannot be compared,
@@ -75,6 +77,7 @@ def compare(
     for pair in pairs:
         notes += [*_unfit("BASE", pair.base.runs), *_unfit("CAND", pair.cand.runs), *_copies(pair)]
         notes += [note for group in (pair.base, pair.cand) if (note := _asked(group))]
+    metric = metric or _judged_by(pairs)
     drift = _checked(pairs, metric == SPEED, allow_drift)
     groups = _grouped(pairs, apart=by_task or metric == SPEED)
     rule = Rule.of(margin, catch, len(groups))
@@ -93,6 +96,11 @@ def compare(
         notes=list(dict.fromkeys([*notes, *(note for row in rows for note in row.notes)])),
         noise=gate.describe(gate.repeats([*base, *cand, *noise])),
     )
+
+
+def _judged_by(pairs: Sequence[Pair]) -> str:
+    runs = [run for pair in pairs for run in (*pair.base.runs, *pair.cand.runs)]
+    return KL if all(map(of_fidelity, runs)) else SCORE
 
 
 def _match(base: Sequence[Run], cand: Sequence[Run]) -> tuple[list[Pair], list[str]]:

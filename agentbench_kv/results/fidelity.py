@@ -5,11 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from agentbench_kv.results.runs import RunGroup
+from agentbench_kv.results.runs import Run, RunGroup
 from agentbench_kv.results.stats import Interval, level, open_level
 
 KL, VALUE, FLIPS = "kl", "kl_value", "flips"
 SHARES = ("top1", "right", "calls_exact", "calls_exact_full")
+
+
+def of_fidelity(run: Run) -> bool:
+    """Whether a run says how far from the full cache it is: by that it is judged, not by a score.
+
+    Its score is the share of tokens with the same best one. An interval for samples that succeed or
+    fail is far too wide for such shares.
+    """
+    return KL in run.means
 
 
 @dataclass(frozen=True)

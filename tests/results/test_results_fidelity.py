@@ -21,7 +21,8 @@ from agentbench_kv.results.site.boards import views
 from agentbench_kv.results.stats import open_change, open_level
 from agentbench_kv.results.store import RunStore
 from agentbench_kv.results.tables.fidelity import fidelity_tables
-from agentbench_kv.results.tables.model import Mark
+from agentbench_kv.results.tables.model import Kind, Mark
+from agentbench_kv.results.tables.report import report_tables
 
 Write = Callable[..., Run]
 TOKENS = 100
@@ -262,3 +263,33 @@ def test_the_site_shows_the_same_figures(write_arm: Write, tmp_path: Path) -> No
     assert heights["agentkv"][0] > heights["random"][0]  # pixels count down
     assert heights["agentkv"][1] > heights["agentkv"][0]
     assert [name for name, _ in view.parts] == ["top1"]
+
+
+def test_sessions_are_judged_by_their_divergence(write_arm: Write, tmp_path: Path) -> None:
+    """As samples that succeed or fail, 98 of 100 tokens of 20 sessions tell nobody from nobody."""
+    near, tied = write_arm("agentkv", 512, noisy(0.02)), write_arm("snapkv", 512, noisy(0.021, seed=2))
+    far, alone = write_arm("random", 512, noisy(0.5, seed=3)), write_arm("agentkv", 64, noisy(0.9))
+    runs = [near, tied, far, alone]
+    for one, other, verdict in ((near, far, "regression"), (far, near, "ok")):
+        found = compare([one], [other])
+        assert (found.metric, found.verdict) == ("kl", verdict)
+    tables = report_tables(runs)
+    assert {table.kind for table in tables} >= {Kind.FIDELITY}
+    assert not {Kind.ACCURACY, Kind.CURVES} & {table.kind for table in tables}
+    assert Kind.ACCURACY in {table.kind for table in report_tables(runs, metrics=["top1"])}
+    (view,) = views(runs)
+    (_, few), (_, many) = view.answers
+    assert few.startswith("Only <b>agentkv</b> has run: KL 0.9")
+    assert many.startswith("<b>agentkv</b> and <b>snapkv</b> are nearest, tied. The lowest: KL 0.0")
+    folder = build_site(runs, [], tmp_path / "site").parent
+    pages = {path.parent.name: path.read_text() for path in folder.rglob("*.html")}
+    for name in ("site", "tasks"):
+        assert "nearest" in pages[name]
+        assert "Nobody leads" not in pages[name]
+        assert "Score against" not in pages[name]
+    assert "KL, nats" in pages["runs"]
+    assert "judged by its distance" in pages["runs"]
+    # Two that nobody can tell apart: nobody is nearest.
+    (view,) = views([near, tied])
+    ((_, words),) = view.answers
+    assert words.startswith("<b>Nobody is nearest</b>: these sessions cannot tell the 2 methods")

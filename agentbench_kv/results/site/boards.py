@@ -18,8 +18,8 @@ from agentbench_kv.results.site import charts
 from agentbench_kv.results.site.charts import NOTHING, percent, visible
 from agentbench_kv.results.site.memory import Held, held
 from agentbench_kv.results.stats import Interval, Median
-from agentbench_kv.results.tables.fidelity import distance_tables
-from agentbench_kv.results.tables.model import Table
+from agentbench_kv.results.tables.fidelity import distance_tables, nearest
+from agentbench_kv.results.tables.model import Mark, Table
 
 TIERS = (0.10, 0.25, 0.50, 0.75, 0.95)  # of achieved KV
 _COLOURS = 10
@@ -156,6 +156,9 @@ class BoardView:
             return [("", Markup("No compressed run yet."))]
         if self.board.too_small:
             return [("", Markup("{}.").format(self.board.too_small))]
+        if self.distance:
+            marks = nearest(self.board)
+            return [(each.name, _nearest(each, self.nats, marks)) for each in self.budgets]
         return [(contest.name, _sentence(contest, self.board.full)) for contest in self.budgets]
 
     @property
@@ -186,11 +189,15 @@ class BoardView:
         """How far from the full cache its runs are; empty unless they are of fidelity."""
         return list(distance_tables(self.board))
 
+    @cached_property
+    def nats(self) -> dict[int, Interval]:
+        """How far from the full cache each entry is, by its `id`."""
+        found = {id(e): divergence(e.group, self.board.samples) for e in self.board.entries}
+        return {key: each.means[KL] for key, each in found.items() if each is not None}
+
     @property
     def distance_chart(self) -> charts.Chart | None:
-        found = {id(e): divergence(e.group, self.board.samples) for e in self.board.entries}
-        nats = {key: each.means[KL] for key, each in found.items() if each is not None}
-        return charts.nats_by_budget(self.board, nats, self.styles)
+        return charts.nats_by_budget(self.board, self.nats, self.styles)
 
     @property
     def noise(self) -> str:
@@ -311,19 +318,48 @@ def _sentence(contest: Contest, full: Entry | None) -> Markup:
         return Markup("Only {} has run{}: {}.").format(name, several, score)
     if best.level.point <= 0:
         return Markup("<b>Nobody leads</b>: all {} methods score 0%.").format(number)
-    leaders = [_bold(entry.group.label) for entry in contest.leaders]
+    leaders = contest.leaders
     if len(leaders) == 1:
-        return Markup("{} leads: {}.").format(leaders[0], score)
+        return Markup("{} leads: {}.").format(_names(leaders), score)
     if leaders:
-        if len(leaders) > _MOST_NAMES:
-            leaders[_MOST_NAMES:] = [Markup("{} more").format(len(leaders) - _MOST_NAMES)]
-        names = Markup("{} and {}").format(Markup(", ").join(leaders[:-1]), leaders[-1])
-        return Markup("{} lead, tied. The highest: {}.").format(names, score)
+        return Markup("{} lead, tied. The highest: {}.").format(_names(leaders), score)
     least = 100 * contest.ranks[-1].entry.level.point
     return Markup(
         "<b>Nobody leads</b>: these samples cannot tell the {} methods apart, from {:.1f}% up. "
         "The highest: {}."
     ).format(number, least, score)
+
+
+def _nearest(contest: Contest, nats: Mapping[int, Interval], marks: Mapping[int, Mark]) -> Markup:
+    """Say who is nearest to the full cache at a budget; `nats` and `marks` by `id` of entries."""
+    entries = [each.entry for each in contest.ranks if id(each.entry) in nats]
+    if not entries:
+        return Markup("No session has a divergence.")
+    entries.sort(key=lambda entry: nats[id(entry)].point)
+    lowest = nats[id(entries[0])]
+    least = f"KL {lowest.point:.4f} [{lowest.low:.4f}, {lowest.high:.4f}] nats"
+    if contest.alone:
+        several = f" in {len(entries)} settings; the lowest" if len(entries) > 1 else ""
+        name = _bold(entries[0].group.method if several else entries[0].group.label)
+        return Markup("Only {} has run{}: {}.").format(name, several, least)
+    leaders = [entry for entry in entries if id(entry) in marks]
+    if len(leaders) == 1:
+        return Markup("{} is nearest: {}.").format(_names(leaders), least)
+    if 0 < len(leaders) < len(entries):
+        return Markup("{} are nearest, tied. The lowest: {}.").format(_names(leaders), least)
+    return Markup(
+        "<b>Nobody is nearest</b>: these sessions cannot tell the {} methods apart, up to {:.4f} "
+        "nats. The lowest: {}."
+    ).format(len(entries), nats[id(entries[-1])].point, least)
+
+
+def _names(leaders: Sequence[Entry]) -> Markup:
+    """Name one method, or several, the rest by their number."""
+    names = [_bold(entry.group.label) for entry in leaders]
+    if len(names) > _MOST_NAMES:
+        names[_MOST_NAMES:] = [Markup("{} more").format(len(names) - _MOST_NAMES)]
+    last = names.pop()
+    return Markup("{} and {}").format(Markup(", ").join(names), last) if names else last
 
 
 def _to_full(entry: Entry, full: Entry | None) -> str:

@@ -17,14 +17,22 @@ from markupsafe import Markup
 
 from agentbench_kv import __version__
 from agentbench_kv.errors import UsageError
-from agentbench_kv.results.fidelity import KL
+from agentbench_kv.results.fidelity import KL, divergence
 from agentbench_kv.results.files import writing
 from agentbench_kv.results.papers import headlines
-from agentbench_kv.results.runs import Problem, Run
+from agentbench_kv.results.runs import Problem, Run, RunGroup
 from agentbench_kv.results.site import runpage
 from agentbench_kv.results.site.boards import BoardView, Contest, family, views
-from agentbench_kv.results.site.charts import file_stem, number, percent, spelled, visible
+from agentbench_kv.results.site.charts import (
+    file_stem,
+    in_nats,
+    number,
+    percent,
+    spelled,
+    visible,
+)
 from agentbench_kv.results.site.tokenline import token_line
+from agentbench_kv.results.stats import Interval
 from agentbench_kv.results.submissions import labels, replications, submissions
 from agentbench_kv.results.tables.model import headings, lines
 from agentbench_kv.results.terminal import megabytes
@@ -46,6 +54,7 @@ class Listed:
     contest: Contest | None = None  # where it competes, and its place there
     place: str = ""
     reason: str = ""  # why it is on no board
+    nats: Interval | None = None  # of a run of fidelity, which competes by them and has no place
 
 
 def build_site(runs: Sequence[Run], problems: Sequence[Problem], folder: Path) -> Path:
@@ -95,7 +104,8 @@ def _listed(runs: Sequence[Run], seen: Sequence[BoardView]) -> list[Listed]:
     places: dict[int, tuple[BoardView | None, Contest | None, str, str]] = {}
     reasons: dict[int, str] = {}
     for view in seen:
-        contests = {id(r.entry): c for c in view.budgets for r in c.ranks}
+        ranked = [] if view.distance else view.budgets
+        contests = {id(r.entry): c for c in ranked for r in c.ranks}
         reasons |= {id(run): reason for run, reason in view.board.out}
         for entry in view.board.entries:
             contest = contests.get(id(entry))
@@ -111,7 +121,9 @@ def _listed(runs: Sequence[Run], seen: Sequence[BoardView]) -> list[Listed]:
         name = visible("null agent" if run.setting.null else label, 160)
         page = f"runs/{file_stem(run.run_id, stems)}.html"
         submission = submitted[run.path.parent].get(run.run_id, ("", ""))
-        return Listed(run, name, page, *submission, view, contest, place, reason)
+        found = divergence(RunGroup(label, (run,)))
+        nats = None if found is None else found.means[KL]
+        return Listed(run, name, page, *submission, view, contest, place, reason, nats)
 
     return [listed(run) for run in runs]
 
@@ -141,6 +153,7 @@ def _write_task(
         "views": own,
         "listed": listed,
         "several": len(settings) > 1,
+        "of_fidelity": any(each.nats for each in listed),
         "asks": any(each.run.summary.asks for each in listed),
         "submitted": any(each.submission for each in listed),
         "published": [figure for model in models for figure in headlines(task, model)],
@@ -198,7 +211,7 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    filters = (visible, percent, number, megabytes, spelled, family, headings, lines)
+    filters = (visible, percent, in_nats, number, megabytes, spelled, family, headings, lines)
     environment.filters |= {each.__name__: each for each in filters}
     return environment
 

@@ -164,6 +164,12 @@ def by_memory(
     return _chart(board.full, floor, styles, places, _clear(ticks), 0, _Scale, said, at_full)
 
 
+def in_nats(interval: Interval | None) -> str:
+    if interval is None:
+        return NOTHING
+    return f"{interval.point:.4f} [{interval.low:.4f}, {interval.high:.4f}]"
+
+
 def spelled(held: Held) -> str:
     """Write what a session holds: bytes, then tokens."""
     tokens = f"{number(held.tokens)} tokens per layer and KV head"

@@ -8,7 +8,7 @@ from functools import partial
 from itertools import combinations
 
 from agentbench_kv.results.curves import smallest_budget
-from agentbench_kv.results.fidelity import FLIPS, KL, VALUE, Divergence, divergence
+from agentbench_kv.results.fidelity import FLIPS, KL, VALUE, Divergence, divergence, of_fidelity
 from agentbench_kv.results.ranking import Board, Entry, boards
 from agentbench_kv.results.runs import Run, RunGroup, budget_order
 from agentbench_kv.results.stats import LEVEL, Interval, open_change
@@ -60,13 +60,13 @@ class _Arm:
 
 def fidelity_tables(runs: Sequence[Run]) -> list[Table]:
     """Return the tables of every board whose runs say how far from the full cache they are."""
-    known = [run for run in runs if KL in run.means]
+    known = [run for run in runs if of_fidelity(run)]
     return [table for board in boards(known) for table in distance_tables(board)]
 
 
 def distance_tables(board: Board) -> Iterator[Table]:
     """Return what the runs on and below a board come to; nothing if none is of fidelity."""
-    marks = _marks(board)
+    marks = nearest(board)
     arms = [
         _Arm(entry.group, found, marks.get(id(entry)))
         for entry in board.entries
@@ -145,8 +145,8 @@ def _calls(arms: Sequence[_Arm]) -> list[str]:
     return [told.format(100 * known[0].point)] if known else []
 
 
-def _marks(board: Board) -> dict[int, Mark]:
-    """Mark who has the lowest KL at a budget of two methods, alone or with others."""
+def nearest(board: Board) -> dict[int, Mark]:
+    """Mark, by `id`, who has the lowest KL at a budget of two methods, alone or with others."""
     contests: dict[int | str | None, list[Entry]] = {}
     for entry in board.entries:
         if entry.group.compressed:

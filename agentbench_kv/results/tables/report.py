@@ -8,6 +8,7 @@ from statistics import median
 
 from agentbench_kv.errors import UsageError, unknown_name
 from agentbench_kv.results.curves import CurveSummary, Point, curve_summary
+from agentbench_kv.results.fidelity import of_fidelity
 from agentbench_kv.results.ranking import Board, Entry, boards
 from agentbench_kv.results.runs import SCORE, Run
 from agentbench_kv.results.tables.accuracy import accuracy_tables, pass_tables
@@ -109,11 +110,13 @@ def report_tables(
     for metric in wanted:
         if metric not in known:
             raise unknown_name("metric", metric, known)
+    # Those of fidelity have tables of their own in the place of a score's.
+    scored = [run for run in runs if not of_fidelity(run)]
     builders: dict[Kind, Callable[[Sequence[Run]], list[Table]]] = {
-        Kind.ACCURACY: partial(_accuracy, wanted),
+        Kind.ACCURACY: partial(_accuracy, wanted, scored),
         Kind.EFFICIENCY: efficiency_tables,
         Kind.THROUGHPUT: throughput_tables,
-        Kind.CURVES: curve_tables,
+        Kind.CURVES: lambda _: curve_tables(scored),
         Kind.FIDELITY: fidelity_tables,
     }
     chosen = [kind for kind in Kind if kind in (kinds or Kind)]
@@ -124,6 +127,10 @@ def report_tables(
     return tables
 
 
-def _accuracy(metrics: Sequence[str], runs: Sequence[Run]) -> list[Table]:
-    tables = [table for metric in metrics for table in accuracy_tables(runs, metric)]
-    return tables + (pass_tables(runs) if SCORE in metrics else [])
+def _accuracy(metrics: Sequence[str], scored: Sequence[Run], runs: Sequence[Run]) -> list[Table]:
+    tables = [
+        table
+        for metric in metrics
+        for table in accuracy_tables(scored if metric == SCORE else runs, metric)
+    ]
+    return tables + (pass_tables(scored) if SCORE in metrics else [])
