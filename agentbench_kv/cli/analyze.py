@@ -262,7 +262,7 @@ def _replayed(
     from agentbench_kv.run.spec import RunSpec
 
     info = RunStore(runs).find(run_name).info
-    spec = recorded(RunSpec(**info.spec))
+    spec = recorded(RunSpec.of(info.spec))
     there_are = (info.expected_trials or limit * spec.trials) // spec.trials
     return spec, samples or tuple(str(number) for number in range(min(limit, there_are)))
 

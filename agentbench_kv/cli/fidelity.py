@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from agentbench_kv.budget import Budget
 from agentbench_kv.cli import options as opt
 
 if TYPE_CHECKING:
     from agentbench_kv.run.recordings import Recording
+    from agentbench_kv.run.spec import RunSpec
 
 
 @click.command()
@@ -38,7 +40,12 @@ if TYPE_CHECKING:
 )
 @opt.option("--model", "The shipped micro model, or a Hugging Face model folder.", default="micro")
 @opt.shown("--limit", "Only the first N sessions.", opt.POSITIVE)
-@opt.option("--dtype", default="float32")
+@opt.option(
+    "--dtype",
+    "[default: float32; with --from RUN the run's]",
+    default="float32",
+    show_default=False,
+)
 @opt.option("--device", default="auto")
 @opt.option("--tool-syntax", "How the golden sessions' calls are read.", default="auto")
 @opt.set_option("Parameter of the methods, or setting of the task (route=chat); repeatable.")
@@ -69,12 +76,11 @@ def fidelity(
     from agentbench_kv.registry import load_task
     from agentbench_kv.results.fidelity import divergence
     from agentbench_kv.results.runs import RunGroup, load_run
-    from agentbench_kv.results.store import RunReader, RunStore
+    from agentbench_kv.results.store import RunStore
     from agentbench_kv.results.tables.fidelity import fidelity_tables
     from agentbench_kv.results.tables.formats import show
     from agentbench_kv.run.fidelity import fidelity_arms, one_run, play_fidelity
     from agentbench_kv.run.selfcheck import self_check
-    from agentbench_kv.run.spec import RunSpec
 
     if bool(asked["task"]) == bool(asked["source"]):
         raise UsageError("name the sessions: --task TASK, --from RUN, or --from FILE.jsonl")
@@ -85,12 +91,14 @@ def fidelity(
     arms = fidelity_arms(methods, [Budget.parse(text) for text in budgets], own, precisions)
     with interruptible():
         of_run = asked["source"] and asked["source"].is_dir()
+        like = None
         if of_run:
             asked["source"] = one_run(asked["source"])
+            like = _like(asked)
         chosen = {key: value for key, value in settings.items() if key in of_task}
         recordings, label, model = _recorded(asked, chosen)
-        like = RunSpec(**RunReader(asked["source"]).info.spec) if of_run else None
-        specs = [arm.spec(model, label, asked["dtype"], asked["device"], like) for arm in arms]
+        given = (arm.spec(model, label, asked["dtype"], asked["device"], like) for arm in arms)
+        specs = list({spec.id: spec for spec in given}.values())
         told = _say if not quiet else lambda *_: None
         # In less than float32 a run's own tokens come back only if they are fed as it drew them.
         by_token = bool(of_run) and asked["dtype"] != "float32"
@@ -105,6 +113,26 @@ def fidelity(
         opt.print_json([asdict(each) for each in found if each is not None])
     else:
         show(fidelity_tables(runs), "terminal")
+
+
+def _like(asked: dict[str, Any]) -> RunSpec:
+    """Return the spec of the run that sessions are from; its dtype is taken unless one is named.
+
+    UsageError for another model or tool syntax than its own: its tokens are what they are.
+    """
+    from agentbench_kv.errors import UsageError
+    from agentbench_kv.results.store import RunReader
+    from agentbench_kv.run.spec import RunSpec
+
+    like = RunSpec.of(RunReader(asked["source"]).info.spec)
+    said = click.get_current_context().get_parameter_source
+    for name, own in (("model", like.model), ("tool_syntax", like.tool_syntax or "auto")):
+        if said(name) is ParameterSource.COMMANDLINE and Path(asked[name]) != Path(own):
+            option = f"--{name.replace('_', '-')} {asked[name]}"
+            raise UsageError(f"{option}: the run's sessions are of {own}; leave it out")
+    if said("dtype") is not ParameterSource.COMMANDLINE:
+        asked["dtype"] = like.dtype
+    return like
 
 
 def _recorded(asked: dict[str, Any], chosen: dict[str, str]) -> tuple[list[Recording], str, str]:

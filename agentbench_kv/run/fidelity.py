@@ -161,8 +161,19 @@ def play_fidelity(
 
 
 def _check_sessions(run: RunDir, recordings: Sequence[Recording]) -> None:
-    """Refuse to go on with a run of other sessions: arms are compared token by token."""
+    """Refuse to go on with a run of other sessions: arms are compared token by token.
+
+    More of the same, or the first of them, are the same sessions.
+    """
     known = {recording.sample: recording.sha for recording in recordings}
+    played = list(dict.fromkeys(record.sample_id for record in run.trials()))
+    shared = min(len(played), len(known))
+    if set(played[:shared]) != set(list(known)[:shared]):
+        others = [name for name in played if name not in known] or played
+        raise UsageError(
+            f"run {run.info.run_id} holds sessions of something else ({', '.join(others[:3])}); "
+            "choose another --out"
+        )
     for record in run.trials():
         if record.sample_id in known and record.prompt_sha != known[record.sample_id]:
             raise UsageError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from agentbench_kv.gateway.http import BackgroundServer
 from agentbench_kv.methods.base import Phase
 from agentbench_kv.phases.tokens import IncrementalDecoder, TokenCodec
 from agentbench_kv.registry import load_task
+from agentbench_kv.results.records import LOST, TrialStatus
 from agentbench_kv.results.store import RunReader
 from agentbench_kv.run.spec import RunSpec, resolve
 from agentbench_kv.run.trial import TrialSetup, play_session, sample_key
@@ -36,6 +38,8 @@ Kind = Literal["value", "template", "text"]
 Labelled = tuple[tuple[int, Phase], ...]
 Answers = Callable[[str], Sequence[Sequence[int]]]  # session id -> ids of its answers, in order
 LONGEST_ANSWER = 1 << 16
+_CUT_OFF = LOST | {TrialStatus.TIMEOUT, TrialStatus.USER_ERROR}
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -71,9 +75,12 @@ class RecordingEngine(ScriptedEngine):
 
     capabilities = frozenset({Capability.CONSTRAIN, Capability.FORCE})  # no forks
 
-    def __init__(self, answers: Answers, tokenizer_path: Path, context_limit: int) -> None:
+    def __init__(
+        self, answers: Answers, tokenizer_path: Path, context_limit: int, *, ends: bool = False
+    ) -> None:
         super().__init__(lambda _: (), tokenizer_path=tokenizer_path, context_limit=context_limit)
         self._answers = answers
+        self._ends_there = ends  # whether what lies behind the last answer is nobody's
         self._states: dict[str, ScriptedSession] = {}
         self._begins: dict[str, list[int]] = {}  # of every answer, in the session's tokens
         self._ends: dict[str, list[int]] = {}
@@ -110,7 +117,9 @@ class RecordingEngine(ScriptedEngine):
         """Yield the turns of a closed session; those without an answer are left out."""
         state, last = self._states[session], 0
         whole = tuple(zip(state.tokens, state.phases, strict=True))
-        for begin, end in zip(self._begins[session], self._ends[session], strict=True):
+        spans = zip(self._begins[session], self._ends[session], strict=True)
+        known = len(self._answers(session)) if self._ends_there else None
+        for begin, end in islice(spans, known):
             if end > begin:
                 answer = whole[begin:end]
                 yield RecordedTurn(whole[last:begin], answer, kinds_of(codec, answer))
@@ -131,6 +140,7 @@ class AnswerSource:
     answers: Answers
     model: str  # `micro` or a Hugging Face folder
     tool_syntax: str
+    ends: bool = False  # whether a session ends with the last of its answers
 
 
 @contextmanager
@@ -165,18 +175,31 @@ def gold_source(
 
 @contextmanager
 def run_source(folder: Path, limit: int | None = None) -> Iterator[AnswerSource]:
-    """Give the answers of a run's trials, the first of each sample."""
+    """Give the answers of a run's trials, the first of each sample.
+
+    Trials that were cut off, by their time or by a failure, are left out, and said.
+    """
     reader = RunReader(folder)
-    spec = RunSpec(**reader.info.spec)
+    spec = RunSpec.of(reader.info.spec)
     found: dict[str, list[list[int]]] = {}
+    cut: list[str] = []
     for trial in reader.trials():
         if trial.trial or trial.transcript is None:
             continue
         document = json.loads((folder / trial.transcript).read_text())
-        ids = [[int(each) for each in part.split()] for part in document["generated"]]
-        found[sample_key(trial.sample_id)] = ids
+        if trial.status in _CUT_OFF:
+            cut.append(trial.sample_id)
+        elif "generated" in document:  # not in a run of fidelity
+            ids = [[int(each) for each in part.split()] for part in document["generated"]]
+            found[sample_key(trial.sample_id)] = ids
+    if cut:
+        _log.warning(
+            "%d of the run's trials were cut off and are left out: %s", len(cut), ", ".join(cut[:3])
+        )
     if not found:
-        raise UsageError(f"{folder} has no trial with its tokens; name a run of a local engine")
+        raise UsageError(
+            f"{folder} has no whole trial with its tokens; name a run of a local engine"
+        )
     task = load_task(spec.task).create(spec.task_params)
     try:
         samples = [s for s in task.samples(spec.limit, spec.seed) if sample_key(s.id) in found]
@@ -185,7 +208,7 @@ def run_source(folder: Path, limit: int | None = None) -> Iterator[AnswerSource]
             return found[session.rpartition("|")[2]]
 
         syntax = spec.tool_syntax or "auto"
-        yield AnswerSource(spec, task, samples[:limit], answers, spec.model, syntax)
+        yield AnswerSource(spec, task, samples[:limit], answers, spec.model, syntax, ends=True)
     finally:
         task.close()
 
@@ -233,7 +256,7 @@ def record_file(
 
 
 def _record(source: AnswerSource) -> list[Recording]:
-    engine = RecordingEngine(source.answers, model_path(source.model), 1 << 24)
+    engine = RecordingEngine(source.answers, model_path(source.model), 1 << 24, ends=source.ends)
     gateway = Gateway(engine, tool_syntax=source.tool_syntax, default_max_tokens=LONGEST_ANSWER)
     found = []
     with recording_endpoint(source.task, gateway) as url:

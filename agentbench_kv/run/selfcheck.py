@@ -10,31 +10,35 @@ from agentbench_kv.results.store import RunReader
 
 # What a session's accounts must agree in.
 _FIGURES = ("events", "evicted", "peak_live", "prefill_tokens", "decode_tokens")
-_OF_SPEC = (
-    "model",
-    "method",
-    "budget",
-    "params",
-    "dtype",
-    "calibration",
-    "context_limit",
-    "kv_dtype",
-)
+_METHOD = ("method", "budget", "params")
+_OF_SPEC = ("model", "dtype", "calibration", "context_limit", "kv_dtype")
 
 
 def self_check(source: Path, arms: Sequence[RunReader]) -> list[str]:
     """Compare the arms that are the source run's own method with that run, a line each.
 
-    Every token must be the arm's best one, and the events the same. A run that sampled says
-    nothing, and one in another precision or by batches may differ where two tokens are as good.
+    Every token must be the arm's best one, and the events the same. An arm of the run's method that
+    says nothing, because something else is not the same, is told with the reason; one by batches
+    may differ where two tokens are as good.
     """
     own = RunReader(source)
-    if own.info.spec.get("engine") != "embedded" or own.info.spec.get("temperature"):
-        return []
+    spec = own.info.spec
     recorded = {record.sample_id: record for record in own.trials() if record.trial == 0}
-    wanted = [own.info.spec.get(name) for name in _OF_SPEC]
-    same = [arm for arm in arms if [arm.info.spec.get(name) for name in _OF_SPEC] == wanted]
-    return [_told(recorded, arm) for arm in same]
+    lines = []
+    for arm in arms:
+        if any(arm.info.spec.get(name) != spec.get(name) for name in _METHOD):
+            continue
+        apart = [name for name in _OF_SPEC if arm.info.spec.get(name) != spec.get(name)]
+        why = [f"{name} is {arm.info.spec.get(name)}, there {spec.get(name)}" for name in apart]
+        if spec.get("engine") != "embedded":
+            why = [f"the run is of engine {spec.get('engine')}"]
+        elif spec.get("temperature"):
+            why = ["the run was drawn at a temperature"]
+        if why:
+            lines.append(f"no self-check of {_name(arm)} on its own run: {'; '.join(why)}")
+        else:
+            lines.append(_told(recorded, arm))
+    return lines
 
 
 def _told(recorded: dict[str, TrialRecord], arm: RunReader) -> str:
@@ -47,8 +51,12 @@ def _told(recorded: dict[str, TrialRecord], arm: RunReader) -> str:
         if any(getattr(record.kv, name) != getattr(recorded[record.sample_id].kv, name)
                for name in _FIGURES)
     ]  # fmt: skip
-    name = f"{arm.info.spec['method']} at {arm.info.spec.get('budget')}"
     good = right == asked > 0 and not other
     said = f"{right:,} of {asked:,} tokens are its own best, in {len(trials)} sessions"
     events = f"; other events in {', '.join(other[:3])}" if other else "; the same events"
-    return f"self-check of {name} on its own run: {'passed' if good else 'FAILED'}, {said}{events}"
+    verdict = "passed" if good else "FAILED"
+    return f"self-check of {_name(arm)} on its own run: {verdict}, {said}{events}"
+
+
+def _name(arm: RunReader) -> str:
+    return f"{arm.info.spec['method']} at {arm.info.spec.get('budget')}"

@@ -61,6 +61,16 @@ class RunSpec:
         if self.budget is not None:
             object.__setattr__(self, "budget", Budget.parse(self.budget))
 
+    @classmethod
+    def of(cls, document: Mapping[str, Any]) -> RunSpec:
+        """Return the spec that a run has recorded; UsageError for one of a later version."""
+        if unknown := sorted(document.keys() - cls.__dataclass_fields__.keys()):
+            raise UsageError(
+                f"the run's spec has {', '.join(unknown[:3])}, which this version of kvbench does "
+                "not know; read it with the version that played it"
+            )
+        return cls(**document)
+
     @property
     def id(self) -> str:
         """The run's directory name."""
@@ -70,7 +80,7 @@ class RunSpec:
     def document(self) -> dict[str, Any]:
         """Return the spec as a run records it; what few runs have, only of those.
 
-        `RunSpec(**document)` is the same spec.
+        `RunSpec.of(document)` is the same spec.
         """
         plain = {name: getattr(self, name) for name in self.__dataclass_fields__}
         plain["budget"] = None if self.budget is None else self.budget.spelled

@@ -267,7 +267,10 @@ def test_the_site_shows_the_same_figures(write_arm: Write, tmp_path: Path) -> No
 
 def test_sessions_are_judged_by_their_divergence(write_arm: Write, tmp_path: Path) -> None:
     """As samples that succeed or fail, 98 of 100 tokens of 20 sessions tell nobody from nobody."""
-    near, tied = write_arm("agentkv", 512, noisy(0.02)), write_arm("snapkv", 512, noisy(0.021, seed=2))
+    near, tied = (
+        write_arm("agentkv", 512, noisy(0.02)),
+        write_arm("snapkv", 512, noisy(0.021, seed=2)),
+    )
     far, alone = write_arm("random", 512, noisy(0.5, seed=3)), write_arm("agentkv", 64, noisy(0.9))
     runs = [near, tied, far, alone]
     for one, other, verdict in ((near, far, "regression"), (far, near, "ok")):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,76 @@ def test_a_run_that_is_not_what_it_says_fails_the_self_check(tmp_path: Path) -> 
     # Another method on the same sessions is no self-check.
     other = ("--method", "random", "--budget", "256", "--out", str(tmp_path))
     assert "self-check" not in call("fidelity", "--from", str(run.path), *other).stderr
+
+
+def test_nothing_is_made_up_for_a_trial_that_was_cut_off(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arm = ("--method", "full", "--task", TASK, "--limit", "2", "--concurrency", "1", "--quiet")
+    assert call("run", *arm, "--max-tokens", "40", "--out", str(tmp_path)).exit_code == 0
+    run = RunReader(one_run(tmp_path))
+    first, second = run.trials()
+    lines = (run.path / "samples.jsonl").read_text().splitlines()
+    (run.path / "samples.jsonl").write_text(
+        "\n".join([lines[0].replace(f'"status":"{first.status}"', '"status":"timeout"'), lines[1]])
+    )
+    said = run.path / str(second.transcript)
+    document = json.loads(said.read_text())
+    answers = [[int(each) for each in part.split()] for part in document["generated"]]
+    monkeypatch.setattr(logging.getLogger("agentbench_kv"), "propagate", True)
+    (recording,) = record_run(run.path)[0]
+    assert "1 of the run's trials were cut off and are left out: recall-1k-0" in caplog.text
+    assert [[token for token, _ in turn.answer] for turn in recording.turns] == answers
+    # An answer that the run does not have is nobody's.
+    said.write_text(json.dumps({**document, "generated": document["generated"][:-1]}))
+    (shorter,) = record_run(run.path)[0]
+    assert [[token for token, _ in turn.answer] for turn in shorter.turns] == answers[:-1]
+
+
+def test_a_run_says_what_its_sessions_are_of(tmp_path: Path) -> None:
+    arm = ("--method", "streamingllm", "--budget", "256", "--set", "interval=64")
+    run = ("run", "--task", TASK, "--limit", "1", "--concurrency", "1", "--dtype", "bfloat16")
+    assert call(*run, *arm, "--quiet", "--out", str(tmp_path)).exit_code == 0
+    source = ("fidelity", "--from", str(tmp_path), "--out", str(tmp_path), *arm)
+    assert "on its own run: passed" in call(*source).stderr  # in the run's own dtype
+    other = call(*source, "--dtype", "float32").stderr
+    assert "no self-check of streamingllm at 256 on its own run: dtype is float32, there" in other
+    for option, named in (("--model", "moon"), ("--tool-syntax", "json")):
+        with pytest.raises(UsageError, match=f"{option} {named}: the run's sessions are of "):
+            call(*source, option, named)
+    path = one_run(tmp_path) / "run.json"
+    path.write_text(path.read_text().replace('"spec":{', '"spec":{"moon":1,').replace(
+        '"spec": {', '"spec": {"moon": 1,'))  # fmt: skip
+    with pytest.raises(UsageError, match="spec has moon, which this version"):
+        call(*source)
+
+
+def test_equal_arms_are_one(tmp_path: Path) -> None:
+    arm = ("--method", "agentkv", "--method", "agentkv,pool=none", "--budget", "256")
+    assert len(played(tmp_path, *arm, "--budget", "256")) == 1
+
+
+def test_sessions_of_another_file_are_not_mixed_in(tmp_path: Path) -> None:
+    def written(name: str, *ids: str) -> str:
+        messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+        path = tmp_path / name / "s.jsonl"
+        path.parent.mkdir()
+        rows = [json.dumps({"id": each, "messages": messages}) for each in ids]
+        path.write_text("\n".join(rows))
+        return str(path)
+
+    command = ("fidelity", "--method", "full", "--out", str(tmp_path / "runs"), "--json", "--from")
+    assert call(*command, written("a", "a1", "a2")).exit_code == 0
+    (line,) = json.loads(call(*command, written("more", "a1", "a2", "a3")).stdout)
+    assert line["sessions"] == 3
+    assert call(*command, written("first", "a1")).exit_code == 0
+    for name, ids in (
+        ("b", ["b1"]),
+        ("edited", ["a1", "a3"]),
+        ("longer", ["a1", "b2", "a2", "b3"]),
+    ):
+        with pytest.raises(UsageError, match="holds sessions of something else"):
+            call(*command, written(name, *ids))
 
 
 def test_every_token_can_be_kept_and_is_drawn(tmp_path: Path) -> None:
