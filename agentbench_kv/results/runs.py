@@ -275,8 +275,9 @@ class RunGroup:
 
     @property
     def method(self) -> str:
-        """The method's name without preset and settings."""
-        return self.first.method.partition("@")[0]
+        """The method's name without preset and settings, with the precision of its rows."""
+        name, kv, precision = self.first.method.partition(" kv=")
+        return name.partition("@")[0] + kv + precision
 
     @property
     def name(self) -> str:

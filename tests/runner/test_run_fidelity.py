@@ -158,11 +158,16 @@ def test_nothing_is_made_up_for_a_trial_that_was_cut_off(
     arm = ("--method", "full", "--task", TASK, "--limit", "2", "--concurrency", "1", "--quiet")
     assert call("run", *arm, "--max-tokens", "40", "--out", str(tmp_path)).exit_code == 0
     run = RunReader(one_run(tmp_path))
-    first, second = run.trials()
+    _, second = run.trials()
     lines = (run.path / "samples.jsonl").read_text().splitlines()
-    (run.path / "samples.jsonl").write_text(
-        "\n".join([lines[0].replace(f'"status":"{first.status}"', '"status":"timeout"'), lines[1]])
-    )
+    cut = {
+        **json.loads(lines[0]),
+        "status": "timeout",
+        "score": None,
+        "timing": {},
+        "error": "time",
+    }
+    (run.path / "samples.jsonl").write_text(f"{json.dumps(cut)}\n{lines[1]}\n")
     said = run.path / str(second.transcript)
     document = json.loads(said.read_text())
     answers = [[int(each) for each in part.split()] for part in document["generated"]]
