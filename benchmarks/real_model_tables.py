@@ -33,7 +33,9 @@ from typing import Any
 import numpy as np
 from divergence_predicts import Arm, correlation, estimate
 
+from agentbench_kv.results.runs import load_run
 from agentbench_kv.results.stats import Interval, Scores, holm, level, open_change, open_level
+from agentbench_kv.results.summary import RunState
 
 Counts = dict[str, tuple[float, float]]  # a figure's sum and count in each session
 FIGURES = (
@@ -69,7 +71,7 @@ class Played:
 # --- records
 
 
-def packed(sources: Sequence[Path], same: Mapping[str, str]) -> list[dict[str, Any]]:
+def packed(sources: Sequence[Path], same: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
     """Return the sessions of fidelity runs and of records, each of an arm once.
 
     `same` names another hash for a model's: it covers `config.json`, in which a version stands.
@@ -77,7 +79,7 @@ def packed(sources: Sequence[Path], same: Mapping[str, str]) -> list[dict[str, A
     found: dict[tuple[str, str, int], dict[str, Any]] = {}
     for source in sources:
         for row in lines(source) if source.is_file() else _of_runs([source]):
-            row["model"] = same.get(row["model"], row["model"])
+            row["model"] = (same or {}).get(row["model"], row["model"])
             found.setdefault((row["session"], row["method"], row["budget"]), row)
     rows = list(found.values())
     for name in ("model", "dtype"):
@@ -93,6 +95,9 @@ def _of_runs(folders: Sequence[Path]) -> Iterator[dict[str, Any]]:
     """Yield the sessions of fidelity runs, arm by arm."""
     for path in sorted(found for folder in folders for found in folder.glob("**/samples.jsonl")):
         run = json.loads((path.parent / "run.json").read_text())
+        state = load_run(path.parent).summary.validity.state
+        if state not in (RunState.VALID, RunState.INCOMPLETE):
+            raise SystemExit(f"{path.parent} is {state.value}: leave it out")
         spec, changed = run["spec"], run["provenance"]["changed_settings"]
         for line in path.read_text().splitlines():
             trial = json.loads(line)

@@ -21,7 +21,10 @@ def shared_options(text: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--budget", action="append", required=True)
     parser.add_argument("--set", action="append", default=[], dest="pairs")
     parser.add_argument(
-        "--out", type=Path, required=True, help="JSON lines, which are gone on with"
+        "--out",
+        type=Path,
+        required=True,
+        help="JSON lines, which are gone on with by session; other arms need another file",
     )
     return parser
 
@@ -40,6 +43,9 @@ def chosen_arms(given: argparse.Namespace) -> list[FidelityArm]:
 
 
 def sessions_done(out: Path) -> set[str]:
-    """Return the sessions that the output has."""
-    lines = out.read_text().splitlines() if out.exists() else []
-    return {json.loads(line)["session"] for line in lines}
+    """Return the sessions that the output has; a line that was cut off is removed."""
+    text = out.read_text() if out.exists() else ""
+    if text and not text.endswith("\n"):
+        text = text[: text.rfind("\n") + 1]
+        out.write_text(text)
+    return {json.loads(line)["session"] for line in text.splitlines()}

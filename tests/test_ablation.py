@@ -78,3 +78,11 @@ def test_arms_are_compared_with_the_baseline(tmp_path):
     assert compared[1].adjusted_p == pytest.approx(gap.p_value)
     with pytest.raises(UsageError, match="no sub-score 'memory'"):
         ablate(arms, tmp_path, lambda *told: seen.append(told), "memory")
+
+
+def test_runs_that_never_evicted_are_compared_with_nothing(tmp_path):
+    ample = RunSpec(**{**vars(BASE), "budget": 100_000})
+    compared = ablate(variants(ample, {}, {"pool": ["max"]}), tmp_path, lambda *_: None)
+    assert [arm.level is None for arm in compared] == [False, False]
+    assert all(arm.doubt.startswith("budget_not_applied") for arm in compared)
+    assert [arm.difference for arm in compared] == [None, None]

@@ -86,6 +86,7 @@ def _document(arm: Variant) -> dict[str, Any]:
         "level": asdict(arm.level) if arm.level else None,
         "difference": asdict(arm.difference) if arm.difference else None,
         "adjusted_p": arm.adjusted_p,
+        "doubt": arm.doubt,
     }
 
 
@@ -98,6 +99,8 @@ def _table(arms: list[Variant], metric: str) -> Table:
         gap, head = arm.difference, (arm.axis or "baseline", arm.value, percent(arm.level))
         between = f"{gap.point:+.1%} [{gap.low:+.1%}, {gap.high:+.1%}]" if gap else None
         p = f"{arm.adjusted_p:.3f}" if arm.adjusted_p is not None else None
-        rows.append((*head, between, p, gap.n if gap else None, arm.spec.id))
-    columns = ("axis", "value", metric, "difference [95% CI]", "p (Holm)", "samples", "run")
+        validity = arm.doubt or "valid"
+        rows.append((*head, between, p, gap.n if gap else None, validity, arm.spec.id))
+    between = "difference [95% CI]"
+    columns = ("axis", "value", metric, between, "p (Holm)", "samples", "validity", "run")
     return new_table(*columns, rows=rows)

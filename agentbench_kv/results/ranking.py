@@ -53,6 +53,8 @@ class Board:
     def full(self) -> Entry | None:
         """What others are measured by: `full`, or `full-constrained` where only that has run.
 
+        Never one whose rows are of another precision: it has lost something itself.
+
         Of several the plain one: a `full@offload` keeps the same rows.
         """
         alike = [entry for entry in self.entries if entry.group.method in UNCOMPRESSED]

@@ -53,6 +53,7 @@ class Variant:
     level: Interval | None = None  # None before it has run
     difference: Change | None = None  # this variant minus the baseline
     adjusted_p: float | None = None  # Holm over all variants
+    doubt: str = ""  # why the run proves nothing, so that it is compared with nothing
 
 
 def variants(
@@ -97,7 +98,8 @@ def ablate(
 ) -> list[Variant]:
     """Run what is missing and compare every variant with the first; `metric` may be a sub-score.
 
-    `banks` is a folder for what memories read of the past.
+    A run that is not valid has no difference, and none has one where the baseline is not. `banks`
+    is a folder for what memories read of the past.
     """
     arms = [replace(arm, spec=identified(arm.spec)) for arm in arms]
     summaries = run_all([arm.spec for arm in arms], out, progress, banks)
@@ -113,7 +115,11 @@ def ablate(
     scores = [group.scores(metric, asked) for group in groups]
     if all(each is None for each in scores):
         raise UsageError(f"the records have no sub-score {metric!r}; use --metric score")
-    gaps = [change(own, scores[0]) if own and scores[0] else None for own in scores[1:]]
+    doubts = [(run.reason or "not valid") if not run.valid else "" for run in runs]
+    gaps = [
+        change(own, scores[0]) if own and scores[0] and not (doubt or doubts[0]) else None
+        for own, doubt in zip(scores[1:], doubts[1:], strict=True)
+    ]
     adjusted = iter(holm([gap.p_value for gap in gaps if gap is not None]))
     return [
         replace(
@@ -121,6 +127,7 @@ def ablate(
             level=level(own) if own and own.parts else None,
             difference=gap,
             adjusted_p=None if gap is None else next(adjusted),
+            doubt=doubt,
         )
-        for arm, own, gap in zip(arms, scores, [None, *gaps], strict=True)
+        for arm, own, gap, doubt in zip(arms, scores, [None, *gaps], doubts, strict=True)
     ]

@@ -112,6 +112,18 @@ def test_two_models_with_the_same_tokens_are_at_different_places(
     assert {re.findall(r"; (.*) MB", each[1])[0] for each in (small, large)} == {"1.64", "6.57"}
 
 
+def test_a_quantised_cache_is_never_what_others_are_measured_by(
+    write: Write, tmp_path: Path
+) -> None:
+    write("full@prefix", None, 1000, INT8, right=21, kv_dtype="int8")
+    write("rkv", live=262, right=5)
+    assert _view(tmp_path).board.full is None
+    write("full@prefix", None, 1000, right=22)
+    full = _view(tmp_path).board.full
+    assert full is not None
+    assert full.group.label == "full@prefix"
+
+
 def test_a_full_cache_at_lower_precision_competes_by_memory(write: Write, tmp_path: Path) -> None:
     write("full", None, 1000, right=22)
     write("full", None, 1000, INT8, right=21, kv_dtype="int8")

@@ -38,10 +38,11 @@ def write_arm(tmp_path: Path, make_trial: Any) -> Write:
         divergences: Sequence[float | None],
         flips: float = 0.01,
         expected: int | None = None,
+        kv_dtype: str = "",
     ) -> Run:
         spec = {"task": "fidelity/t/gold", "method": method, "budget": budget, "model": "m"}
-        spec |= {"engine": "embedded", "seed": 0}
-        name = f"{method}-{budget}"
+        spec |= {"engine": "embedded", "seed": 0} | ({"kv_dtype": kv_dtype} if kv_dtype else {})
+        name = f"{method}-{budget}{kv_dtype}"
         count = len(divergences) if expected is None else expected
         with RunStore(tmp_path).open(name, spec, {}, expected_trials=count) as run:
             for number, each in enumerate(divergences):
@@ -126,10 +127,10 @@ def test_the_lowest_is_marked_with_all_that_are_not_told_from_it(write_arm: Writ
         write_arm("random", 1024, noisy(0.1, seed=4)),
     ]
     found = cells(runs, 0)
-    assert found["512", "agentkv"][4].mark is found["512", "snapkv"][4].mark is Mark.TIED
-    assert found["512", "random"][4].mark is None
-    assert found["1024", "agentkv"][4].mark is Mark.BEST
-    assert found["512", "random"][4].value == pytest.approx(0.5, rel=0.1)
+    assert found["512", "agentkv"][5].mark is found["512", "snapkv"][5].mark is Mark.TIED
+    assert found["512", "random"][5].mark is None
+    assert found["1024", "agentkv"][5].mark is Mark.BEST
+    assert found["512", "random"][5].value == pytest.approx(0.5, rel=0.1)
 
 
 def test_few_sessions_mark_nobody_and_unfinished_runs_stand_below(write_arm: Write) -> None:
@@ -142,6 +143,39 @@ def test_few_sessions_mark_nobody_and_unfinished_runs_stand_below(write_arm: Wri
     assert not any(cell.mark for row in table.rows for cell in row.cells)
     assert [row.cells[1].value for row in table.unranked] == ["h2o"]
     assert "nobody leads on fewer than 20" in " ".join(table.notes)
+
+
+def test_other_precisions_compete_apart(write_arm: Write) -> None:
+    """At equal tokens the wider rows are nearer, which is no merit: they take more bytes."""
+    runs = [
+        write_arm("agentkv", 512, noisy(0.02)),
+        write_arm("random", 512, noisy(0.1, seed=1)),
+        write_arm("agentkv", 512, noisy(0.03, seed=2), kv_dtype="int4"),
+        write_arm("random", 512, noisy(0.2, seed=3), kv_dtype="int4"),
+    ]
+    found = cells(runs, 0)
+    assert found["512", "agentkv"][5].mark is Mark.BEST
+    assert found["512", "agentkv kv=int4 simulated"][5].mark is Mark.BEST
+    (view,) = views(runs)
+    assert [name for name, _ in view.answers] == ["512", "512 kv=int4"]
+
+
+def test_few_sessions_have_no_certain_budget(write_arm: Write) -> None:
+    for sessions, said in ((2, None), (10, "724"), (25, "724 [")):
+        values = {256: [0.01] * sessions, 2048: [0.0] * sessions}
+        runs = [
+            write_arm(f"m{sessions}", budget, [value * (1 + n / 99) for n, value in enumerate(own)])
+            for budget, own in values.items()
+        ]
+        tables = fidelity_tables(runs)
+        (table,) = [each for each in tables if each.title.startswith("smallest")] or [None]
+        if said is None:
+            assert table is None
+            continue
+        assert table is not None
+        cell = table.rows[0].cells[2]
+        assert ("[" in str(cell.text)) == ("[" in said)
+        assert (cell.low is None) == (sessions < 20)
 
 
 def totals(values: Sequence[float]) -> Mapping[str, tuple[float, float]]:
@@ -253,7 +287,7 @@ def test_the_site_shows_the_same_figures(write_arm: Write, tmp_path: Path) -> No
     (page,) = (folder / "tasks").glob("*.html")
     shown = page.read_text()
     for row in fidelity_tables(runs)[0].rows:
-        assert f"{row.cells[4].value:.4f}" in shown
+        assert f"{row.cells[5].value:.4f}" in shown
     # The chart: less is lower, on an axis of powers of ten.
     (view,) = views(runs)
     chart = view.distance_chart

@@ -52,6 +52,28 @@ def test_a_session_that_an_arm_lacks_counts_for_none(runs: Path, tmp_path: Path)
         assert len(arm.figures["kl"]) == 2
 
 
+def test_records_are_added_to_and_are_of_one_model_and_text(runs: Path, tmp_path: Path) -> None:
+    rows = tables.packed([runs])
+    tables.write(tmp_path / "some.xz", [row for row in rows if row["method"] != "agentkv"])
+    assert len(tables.packed([tmp_path / "some.xz", runs])) == len(rows)
+    for key, said in (("model", "more than one model: "), ("sha", "tokens differ from arm to arm")):
+        other = [{**row, key: "another"} if row is rows[0] else row for row in rows]
+        tables.write(tmp_path / "other.xz", other)
+        with pytest.raises(SystemExit, match=said):
+            tables.packed([tmp_path / "other.xz"])
+    tables.write(tmp_path / "older.xz", [{**rows[0], "model": "older"}])
+    same = tables.packed([tmp_path / "older.xz", runs], {"older": rows[0]["model"]})
+    assert len(same) == len(rows)
+
+
+def test_arms_whose_budget_was_not_applied_are_left_out(tmp_path: Path) -> None:
+    command = ["fidelity", "--task", "micro/recall-1k", "--limit", "1", "--budget", "100000"]
+    command += ["--method", "agentkv", "--out", str(tmp_path), "--quiet"]
+    assert CliRunner().invoke(kvbench, command).exit_code == 0
+    with pytest.raises(SystemExit, match="is budget_not_applied: leave it out"):
+        tables.packed([tmp_path])
+
+
 def test_a_cell_is_the_mean_of_its_own_budget() -> None:
     def arm(method: str, budget: int, nats: float) -> tables.Played:
         figures = {

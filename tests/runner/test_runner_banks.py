@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,6 @@ from agentbench_kv.engines.embedded.model import LoadedModel, load_model
 from agentbench_kv.engines.embedded.past import past_files
 from agentbench_kv.errors import PrerequisiteError, UsageError
 from agentbench_kv.methods.memory.files import _digest
-from agentbench_kv.results.files import pid_space
 from agentbench_kv.results.records import TrialRecord
 from agentbench_kv.results.store import RunReader
 from agentbench_kv.run.engines import EngineShelf
@@ -155,8 +155,9 @@ def test_an_interrupted_run_leaves_whole_files(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt), EngineShelf(folder) as shelf:
         run_one(spec, tmp_path / "runs", stop, shelf)
     assert {path.suffix for path in folder.iterdir()} <= {".safetensors", ".tmp"}
-    left = folder / f".x.safetensors.{pid_space()}.999999999.1.tmp"  # of a process that was killed
+    left = folder / ".x.safetensors.999999999.1.tmp"  # of a process that was killed yesterday
     left.write_bytes(b"half")
+    os.utime(left, (0, 0))
     run_all([spec], tmp_path / "runs", lambda *_: None, folder)
     assert {path.suffix for path in folder.iterdir()} == {".safetensors"}
     run_one(spec, tmp_path / "plain", lambda *_: None)

@@ -85,7 +85,7 @@ class PastFiles:
         seconds = repr(rows.seconds)
         about = {"format": _FORMAT, "about": key, "seconds": seconds}
         about["sha256"] = _digest(key, seconds, rows.keys, rows.values)
-        # Named as `results.files.sweep` knows what a killed process has left behind.
+        # What a killed process leaves of it, `results.files.sweep` removes when it is old.
         partial = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
         try:
             parts = {"keys": rows.keys.contiguous(), "values": rows.values.contiguous()}

@@ -18,7 +18,7 @@ from agentbench_kv.results.site import charts
 from agentbench_kv.results.site.charts import NOTHING, percent, visible
 from agentbench_kv.results.site.memory import Held, held
 from agentbench_kv.results.stats import Interval, Median
-from agentbench_kv.results.tables.fidelity import distance_tables, nearest
+from agentbench_kv.results.tables.fidelity import contests, distance_tables, nearest
 from agentbench_kv.results.tables.model import Mark, Table
 
 TIERS = (0.10, 0.25, 0.50, 0.75, 0.95)  # of achieved KV
@@ -158,7 +158,8 @@ class BoardView:
             return [("", Markup("{}.").format(self.board.too_small))]
         if self.distance:
             marks = nearest(self.board)
-            return [(each.name, _nearest(each, self.nats, marks)) for each in self.budgets]
+            found = contests(self.board).items()
+            return [(name, _nearest(entries, self.nats, marks)) for name, entries in found]
         return [(contest.name, _sentence(contest, self.board.full)) for contest in self.budgets]
 
     @property
@@ -330,15 +331,17 @@ def _sentence(contest: Contest, full: Entry | None) -> Markup:
     ).format(number, least, score)
 
 
-def _nearest(contest: Contest, nats: Mapping[int, Interval], marks: Mapping[int, Mark]) -> Markup:
+def _nearest(
+    contest: Sequence[Entry], nats: Mapping[int, Interval], marks: Mapping[int, Mark]
+) -> Markup:
     """Say who is nearest to the full cache at a budget; `nats` and `marks` by `id` of entries."""
-    entries = [each.entry for each in contest.ranks if id(each.entry) in nats]
+    entries = [entry for entry in contest if id(entry) in nats]
     if not entries:
         return Markup("No session has a divergence.")
     entries.sort(key=lambda entry: nats[id(entry)].point)
     lowest = nats[id(entries[0])]
     least = f"KL {lowest.point:.4f} [{lowest.low:.4f}, {lowest.high:.4f}] nats"
-    if contest.alone:
+    if len({entry.group.method for entry in entries}) < 2:
         several = f" in {len(entries)} settings; the lowest" if len(entries) > 1 else ""
         name = _bold(entries[0].group.method if several else entries[0].group.label)
         return Markup("Only {} has run{}: {}.").format(name, several, least)

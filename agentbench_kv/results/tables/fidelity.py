@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import combinations
+from statistics import median
 
 from agentbench_kv.results.curves import smallest_budget
 from agentbench_kv.results.fidelity import FLIPS, KL, VALUE, Divergence, divergence, of_fidelity
@@ -23,19 +24,22 @@ from agentbench_kv.results.tables.model import (
     setting_table,
 )
 
+_FEWEST = 3  # sessions that a smallest budget is said of
 CLOSE = 0.01  # nats on value tokens: what is asked of a budget
 
 LEGEND = (
     "KL: of the next token's distribution, full cache over the method's, in nats: mean over tokens "
     "with a 95% interval over sessions",
-    "marked: at a budget the lowest KL, if it leads alone, or it and all that are not told from it "
-    "(paired by session; Bonferroni over all pairs of the table)",
+    "marked: at a budget and precision the lowest KL, if it leads alone, or it and all that are "
+    "not told from it (paired by session; Bonferroni over all pairs of the table)",
+    "peak live MB: of a session, K and V over all layers and heads, at the precision of its rows",
 )
 _HEAD = (Column("budget"), Column("method"))
 _FIGURES = (
     *_HEAD,
     Column("sessions", Unit.NUMBER),
     Column("events", Unit.NUMBER),
+    Column("peak live MB", Unit.MEGABYTES),
     Column("KL", Unit.NATS),
     Column("KL of values", Unit.NATS),
     Column("same best token %", Unit.SHARE),
@@ -103,6 +107,7 @@ def distance_tables(board: Board) -> Iterator[Table]:
             what=f"smallest budget whose KL of values is at most {CLOSE:g} nats, {number} sessions",
             apart=("fidelity-budgets", str(number)), rows=rows,
             columns=(Column("method"), Column("budgets"), Column("tokens", Unit.TOKENS)),
+            notes=notes,
             legend=("the curve is made to fall, straight over log2(budget); 95% interval from "
                     "resampled sessions",),
         )  # fmt: skip
@@ -110,10 +115,12 @@ def distance_tables(board: Board) -> Iterator[Table]:
 
 def _figures(arm: _Arm) -> Row:
     means, shares = arm.found.means, arm.found.shares
+    sizes = [size for own in arm.run.sizes("peak_bytes").values() for size in own]
     return Row((
         *_name(arm),
         Cell(arm.found.sessions),
         Cell(round(arm.found.events, 1)),
+        Cell(median(sizes) / 1e6 if sizes else None),
         _cell(means[KL], arm.mark),
         _cell(means.get(VALUE)),
         _cell(shares.get("top1")),
@@ -145,15 +152,23 @@ def _calls(arms: Sequence[_Arm]) -> list[str]:
     return [told.format(100 * known[0].point)] if known else []
 
 
-def nearest(board: Board) -> dict[int, Mark]:
-    """Mark, by `id`, who has the lowest KL at a budget of two methods, alone or with others."""
-    contests: dict[int | str | None, list[Entry]] = {}
+def contests(board: Board) -> dict[str, list[Entry]]:
+    """Return who competes, by budget: rows of another precision are others at the same tokens."""
+    found: dict[tuple[str, int | str | None], list[Entry]] = {}
     for entry in board.entries:
         if entry.group.compressed:
-            contests.setdefault(entry.group.budget, []).append(entry)
-    pairs = sum(len(list(combinations(each, 2))) for each in contests.values())
+            key = entry.group.first.spec.get("kv_dtype") or "", entry.group.budget
+            found.setdefault(key, []).append(entry)
+    ordered = sorted(found, key=lambda key: (key[0], budget_order(key[1])))
+    return {f"{budget} kv={kv}" if kv else str(budget): found[kv, budget] for kv, budget in ordered}
+
+
+def nearest(board: Board) -> dict[int, Mark]:
+    """Mark, by `id`, who has the lowest KL at a budget of two methods, alone or with others."""
+    found = contests(board)
+    pairs = sum(len(list(combinations(each, 2))) for each in found.values())
     marks: dict[int, Mark] = {}
-    for contest in contests.values() if board.too_small is None else ():
+    for contest in found.values() if board.too_small is None else ():
         if len({entry.group.method for entry in contest}) > 1:
             marks |= _leaders(contest, board.samples, 1 - (1 - LEVEL) / pairs)
     return marks
@@ -186,7 +201,12 @@ def _mean(parts: Mapping[str, tuple[float, float]]) -> float:
 
 
 def _budgets(board: Board) -> list[Row]:
-    """Return what budget each method needs, of those with two budgets or more."""
+    """Return what budget each method needs, of those with two budgets or more.
+
+    Resamples of one or two sessions say nothing, those of few too little for an interval.
+    """
+    if len(board.samples) < _FEWEST:
+        return []
     curves: dict[str, dict[int, Mapping[str, tuple[float, float]]]] = {}
     groups: dict[str, str] = {}
     for entry in board.entries:
@@ -201,5 +221,7 @@ def _budgets(board: Board) -> list[Row]:
         words, least, most = str(needed), min(points), max(points)
         value = words if needed.point is None else needed.point
         cell = Cell(value, needed.low, needed.high, text=words)
+        if board.too_small is not None:
+            cell = Cell(value, text=words.partition(" [")[0])
         rows.append(Row((Cell(label), Cell(f"{len(points)}, {least} to {most}"), cell)))
     return rows
