@@ -35,6 +35,9 @@ from agentbench_kv.results.records import TrialStatus
 _THINK, _THOUGHT = "<think>", "</think>"
 _CALL = "<tool_call>"
 _FORM = 1  # of what is kept
+_NONE = "none\n"  # is kept of a sample that the benchmark does not take to its end
+# Neither the script's time nor a worker's failure.
+_DEFINITE = {TrialStatus.SCORED, TrialStatus.TURN_LIMIT, TrialStatus.UNPARSABLE}
 
 
 class GoldSessions:
@@ -53,27 +56,39 @@ class GoldSessions:
     def of(self, sample: Sample) -> ChatSession | None:
         """Return a sample's session; None if the benchmark does not take it to its end."""
         path = self._folder / f"{hashlib.sha256(sample.id.encode()).hexdigest()[:32]}.jsonl"
-        with suppress(OSError, UsageError, ValueError):
-            return next(read_sessions(path), None)
-        session = gold_session(self._task, sample)
-        with suppress(OSError):  # it is played again the next time
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
-                if session is not None:
-                    file.write(json.dumps(asdict(session)) + "\n")
-            Path(file.name).replace(path)
+        with suppress(OSError, UsageError, ValueError, StopIteration):
+            if path.read_text(encoding="utf-8") == _NONE:
+                return None
+            return next(read_sessions(path))
+        session, definite = _played(self._task, sample, 600.0)
+        if definite:
+            _keep(path, _NONE if session is None else json.dumps(asdict(session)) + "\n")
         return session
+
+
+def _keep(path: Path, text: str) -> None:
+    with suppress(OSError):  # it is played again the next time
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
+            file.write(text)
+        Path(file.name).replace(path)
 
 
 def gold_session(task: Task, sample: Sample, timeout_s: float = 600.0) -> ChatSession | None:
     """Play a sample's golden script; None if the benchmark does not take it to its end."""
+    return _played(task, sample, timeout_s)[0]
+
+
+def _played(task: Task, sample: Sample, timeout_s: float) -> tuple[ChatSession | None, bool]:
+    """Return a session, or None, and whether another play would end in the same way."""
     with GoldServer(task.script(sample, "gold")) as server:
         context = TrialContext(0, 0, _NoClient(), server.url, "gold", timeout_s=timeout_s)
         outcome = task.run_trial(sample, context)
     if outcome.status is not TrialStatus.SCORED or not server.asked.messages:
-        return None
+        return None, outcome.status in _DEFINITE
     messages = server.asked.messages
-    return ChatSession(sample.id, tuple(messages), tuple(server.asked.tools), sample.cluster)
+    found = ChatSession(sample.id, tuple(messages), tuple(server.asked.tools), sample.cluster)
+    return found, True
 
 
 def said_in(text: str, number: int) -> Message:

@@ -80,13 +80,26 @@ def test_sessions_are_kept_and_heal(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert GoldSessions(Benchmark()).of(Sample("a", "group")) == first
     assert Benchmark.played == 1
     (file,) = (tmp_path / "gold").rglob("*.jsonl")
-    for damage in (file.read_text()[:-40], "[]\n", '{"messages": 7}\n'):
+    for damage in (file.read_text()[:-40], "[]\n", '{"messages": 7}\n', ""):
         file.write_text(damage)
         assert kept.of(Sample("a", "group")) == first
-    assert Benchmark.played == 4
+    assert Benchmark.played == 5
     monkeypatch.setattr(Benchmark, "provenance", lambda _: {"data": "other"})
     GoldSessions(Benchmark()).of(Sample("a"))
-    assert Benchmark.played == 5
+    assert Benchmark.played == 6
+
+
+@pytest.mark.parametrize(
+    ("status", "again"), [(TrialStatus.TURN_LIMIT, False), (TrialStatus.INFRA_ERROR, True)]
+)
+def test_only_an_end_that_would_come_again_is_kept(
+    status: TrialStatus, again: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVBENCH_HOME", str(tmp_path))
+    monkeypatch.setattr(Benchmark, "status", status)
+    assert GoldSessions(Benchmark()).of(Sample("a")) is None
+    monkeypatch.setattr(Benchmark, "status", TrialStatus.SCORED)
+    assert (GoldSessions(Benchmark()).of(Sample("a")) is not None) == again
 
 
 @pytest.mark.parametrize(
