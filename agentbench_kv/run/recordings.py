@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Literal
 
 from agentbench_kv.adapters.base import Sample, Task
 from agentbench_kv.adapters.probe.gold import said_in
@@ -27,15 +26,15 @@ from agentbench_kv.gateway import Gateway
 from agentbench_kv.gateway.client import InProcessClient
 from agentbench_kv.gateway.http import BackgroundServer
 from agentbench_kv.methods.base import Phase
-from agentbench_kv.phases.tokens import IncrementalDecoder, TokenCodec
+from agentbench_kv.phases.syntax import ToolSyntax
+from agentbench_kv.phases.tokens import TokenCodec
 from agentbench_kv.registry import load_task
 from agentbench_kv.results.records import LOST, TrialStatus
 from agentbench_kv.results.store import RunReader
+from agentbench_kv.run.kinds import Kind, Labelled, kinds_of
 from agentbench_kv.run.spec import RunSpec, resolve
 from agentbench_kv.run.trial import TrialSetup, play_session, sample_key
 
-Kind = Literal["value", "template", "text"]
-Labelled = tuple[tuple[int, Phase], ...]
 Answers = Callable[[str], Sequence[Sequence[int]]]  # session id -> ids of its answers, in order
 LONGEST_ANSWER = 1 << 16
 _CUT_OFF = LOST | {TrialStatus.TIMEOUT, TrialStatus.USER_ERROR}
@@ -113,7 +112,7 @@ class RecordingEngine(ScriptedEngine):
         self._end_answer(session)
         return super().close(session)
 
-    def turns(self, session: str, codec: TokenCodec) -> Iterator[RecordedTurn]:
+    def turns(self, session: str, codec: TokenCodec, syntax: ToolSyntax) -> Iterator[RecordedTurn]:
         """Yield the turns of a closed session; those without an answer are left out."""
         state, last = self._states[session], 0
         whole = tuple(zip(state.tokens, state.phases, strict=True))
@@ -122,7 +121,7 @@ class RecordingEngine(ScriptedEngine):
         for begin, end in islice(spans, known):
             if end > begin:
                 answer = whole[begin:end]
-                yield RecordedTurn(whole[last:begin], answer, kinds_of(codec, answer))
+                yield RecordedTurn(whole[last:begin], answer, kinds_of(codec, answer, syntax))
                 last = end
 
     def _end_answer(self, session: str) -> None:
@@ -245,7 +244,7 @@ def record_file(
         with InProcessClient(gateway, name) as client:
             for at in session.answers:
                 client.force(session.messages[:at], session.messages[at], session.tools or None)
-        turns = tuple(engine.turns(name, gateway.codec)) if session.answers else ()
+        turns = tuple(engine.turns(name, gateway.codec, gateway.syntax)) if session.answers else ()
         if turns:
             found.append(Recording(session.id, session.cluster, turns))
     if not found:
@@ -263,7 +262,7 @@ def _record(source: AnswerSource) -> list[Recording]:
         setup = TrialSetup(source.spec, source.task, engine, gateway, url)
         for sample in source.samples:
             attempt = play_session(setup, sample, trial=0)
-            turns = tuple(engine.turns(attempt.report.session, gateway.codec))
+            turns = tuple(engine.turns(attempt.report.session, gateway.codec, gateway.syntax))
             if turns and attempt.report.resets == 0:
                 found.append(Recording(sample.id, sample.cluster, turns))
     if not found:
@@ -281,61 +280,3 @@ def recording_endpoint(task: Task, gateway: Gateway) -> Iterator[str | None]:
         return
     with BackgroundServer(gateway, concurrency=1) as server:
         yield server.url
-
-
-def kinds_of(codec: TokenCodec, answer: Labelled) -> tuple[Kind, ...]:
-    """Say of every token of an answer whether it is a value, template, or free text.
-
-    Values are what a call says: function names, and inside its arguments strings, numbers and
-    literals. The rest of a call, and special tokens, are template.
-    """
-    decoder = IncrementalDecoder(codec)
-    pieces: list[str] = [decoder.feed(token) for token, _ in answer]
-    pieces[-1] += decoder.finish()
-    kinds: list[Kind] = []
-    scanner = _ValueScanner()
-    marks = frozenset(codec.added.values())
-    for (token, phase), piece in zip(answer, pieces, strict=True):
-        if phase is not Phase.ACT:
-            scanner = _ValueScanner()
-            kinds.append("template" if token in marks else "text")
-        elif token in marks:
-            kinds.append("template")
-        else:
-            kinds.append("value" if scanner.feed(piece) else "template")
-    return tuple(kinds)
-
-
-class _ValueScanner:
-    """Reads JSON as it comes and says whether a piece holds a part of a value."""
-
-    def __init__(self) -> None:
-        self._string = False
-        self._escaped = False
-        self._is_key = True  # the next string is a key, or the one being read is
-        self._containers: list[str] = []
-
-    def feed(self, piece: str) -> bool:
-        # Every character is read, whatever the first ones are.
-        return sum(map(self._step, piece)) > 0
-
-    def _step(self, char: str) -> bool:
-        if self._string:
-            ends = char == '"' and not self._escaped
-            self._escaped = char == "\\" and not self._escaped
-            self._string = not ends
-            return not ends and not self._is_key
-        if char == '"':
-            self._string = True
-        elif char in "{[":
-            self._containers.append(char)
-            self._is_key = char == "{"
-        elif char in "}]":
-            self._containers = self._containers[:-1]
-        elif char == ":":
-            self._is_key = False
-        elif char == ",":
-            self._is_key = self._containers[-1:] == ["{"]
-        else:
-            return not char.isspace() and bool(self._containers) and not self._is_key
-        return False

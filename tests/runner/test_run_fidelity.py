@@ -20,7 +20,7 @@ from agentbench_kv.results.site.tokenline import token_line
 from agentbench_kv.results.store import RunReader, RunStore
 from agentbench_kv.run import fidelity
 from agentbench_kv.run.fidelity import one_run
-from agentbench_kv.run.recordings import kinds_of, record_gold, record_run
+from agentbench_kv.run.recordings import record_gold, record_run
 
 TASK = "micro/recall-1k"
 
@@ -48,26 +48,6 @@ def test_recordings_are_what_the_gold_agent_says() -> None:
         assert codec.decode([token for token, _ in turn.answer]).endswith("<|im_end|>")
         assert len(turn.kinds) == len(turn.answer)
     assert {phase for turn in first.turns for _, phase in turn.answer} >= {Phase.THINK, Phase.ACT}
-
-
-def test_kinds_of_a_call() -> None:
-    codec = TokenCodec(load_tokenizer(Path("agentbench_kv/models/micro").resolve()))
-    said = '{"name": "find", "arguments": {"key": ["a", 5], "last": true}}'
-    ids = codec.encode(f"<tool_call>\n{said}\n</tool_call>")
-    answer = [(token, Phase.ACT) for token in ids]
-    kinds = kinds_of(codec, (*codec_text(codec, "Now. "), *answer))
-    pairs = zip(ids, kinds[-len(ids) :], strict=True)
-    values = "".join(codec.decode([token]) for token, kind in pairs if kind == "value")
-    for word in ("find", "a", "5", "true"):
-        assert word in values
-    for word in ("name", "arguments", "key", "last", "tool_call"):
-        assert word not in values
-    assert kinds[0] == "text"
-    assert "template" in kinds
-
-
-def codec_text(codec: TokenCodec, text: str) -> tuple[tuple[int, Phase], ...]:
-    return tuple((token, Phase.OTHERS) for token in codec.encode(text))
 
 
 def test_a_budget_beyond_the_session_changes_nothing(tmp_path: Path) -> None:
