@@ -80,7 +80,7 @@ def test_less_budget_costs_more_and_every_figure_is_there(tmp_path: Path) -> Non
     shown = call("fidelity", "--task", TASK, "--limit", "2", "--out", str(tmp_path),
                  "--method", "streamingllm", *budgets).output  # fmt: skip
     assert "distance from the full cache" in shown
-    assert "smallest budget whose KL of values is at most 0.01 nats" in shown
+    assert "smallest budget" not in shown  # two sessions say nothing of one
     assert "nobody leads on fewer than 20" in shown
     assert all(run.summary.tokens_per_s is None for run in load_runs([tmp_path])[0])
     assert shown == call("report", str(tmp_path), "--table", "fidelity").output
