@@ -160,7 +160,7 @@ def test_every_layer_brings_back_what_the_definition_says(
     queries = _queries(reference)
     with torch.no_grad():
         cache = Spliced(spliced, reference.config)
-        whole = reference(torch.tensor([question + answer]), past_key_values=cache).logits[0]
+        whole = reference(torch.tensor([question + answer]), None, None, cache).logits[0]
     for position, found in seen.logits["s"].items():
         torch.testing.assert_close(found, whole[position - 1], rtol=1e-4, atol=1e-4)
     starts, edges = [], [0, 29, 37, 80]
@@ -183,7 +183,7 @@ def _raw(network: Any, tokens: list[int]) -> list[tuple[Tensor, Tensor]]:
     """Return each layer's keys before RoPE and values [kv_heads, tokens, head_dim]."""
     cache: Any = DynamicCache(config=network.config)
     with torch.no_grad():
-        network(torch.tensor([tokens]), past_key_values=cache)
+        network(torch.tensor([tokens]), None, None, cache)
     back, frequencies = -torch.arange(len(tokens)), network.model.rotary_emb.inv_freq
     return [
         (turned(layer.keys[0], back, frequencies).float(), layer.values[0])

@@ -105,10 +105,12 @@ class QuantisedCache(DynamicCache):
         self._name = name
         self._settled = (0, 0)
 
-    def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any) -> Any:
+    def update(
+        self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **more: Any
+    ) -> Any:
         if self._name in ("int8", "int4"):
             key_states, value_states = self._row(key_states), self._row(value_states)
-        return super().update(key_states, value_states, layer_idx, *args)
+        return super().update(key_states, value_states, layer_idx, *args, **more)
 
     def _row(self, rows: torch.Tensor) -> torch.Tensor:
         exact = rows.double().numpy()
@@ -146,7 +148,7 @@ def greedy(network: Any, cache: QuantisedCache, ids: list[int], tokens: int) -> 
     given = ids
     while len(found) < tokens:
         with torch.inference_mode():
-            logits = network(torch.tensor([given]), past_key_values=cache).logits[0, -1]
+            logits = network(torch.tensor([given]), None, None, cache).logits[0, -1]
         cache.settle()
         given = [int(logits.argmax())]
         found += given

@@ -16,7 +16,7 @@ from agentbench_kv.leaderboard import rerun, validate
 from agentbench_kv.leaderboard.evidence import RunEvidence, read_run
 from agentbench_kv.registry import make_method
 from agentbench_kv.results.submissions import Label
-from agentbench_kv.run.runner import run_one
+from agentbench_kv.run.runner import run_all
 from agentbench_kv.run.spec import RunSpec, resolve
 
 TOLD = "what the memory brought back"
@@ -25,7 +25,7 @@ TOLD = "what the memory brought back"
 def play(root: Path, settings: dict[str, str], banks: Path | None = None, **changes: Any) -> Path:
     values = {"task": "micro/memory", "limit": 3, "max_tokens": 64, **changes}
     spec = resolve(RunSpec("embedded", "micro", "memart", None, **values), settings)
-    run_one(spec, root, lambda *_: None, banks=banks)
+    run_all([spec], root, lambda *_: None, banks)
     return root / spec.id
 
 

@@ -74,10 +74,10 @@ for number, made in enumerate(sys.argv[3:]):
     taken.clear()
     plain_cache = qwen3.DynamicCache()
     with torch.no_grad():
-        model(tokens, past_key_values=plain_cache)
+        model(tokens, None, None, plain_cache)
         taken.clear()
         with press(model):
-            model(tokens, past_key_values=cache)
+            model(tokens, None, None, cache)
     arrays[f"queries {number}"], arrays[f"keys {number}"] = (
         torch.stack(part).numpy() for part in zip(*taken)
     )

@@ -61,7 +61,7 @@ for name, weight in model.named_parameters():
 tokens = torch.randperm(200)[None, :{TOKENS}]  # a token that comes twice has a norm that ties
 full = qwen3.DynamicCache()
 with torch.no_grad():
-    model(tokens, past_key_values=full)
+    model(tokens, None, None, full)
 queries = [q.clone() for q in taken]
 keys, values = ([getattr(l, part)[0] for l in full.layers] for part in ("keys", "values"))
 arrays = {{"queries": queries, "keys": keys, "values": values}}
@@ -84,7 +84,7 @@ for text in sys.argv[3:]:
     cache, scores, score = qwen3.DynamicCache(), [], press.score
     press.score = lambda *args: scores.append(score(*args)) or scores[-1]
     with torch.no_grad(), press(model):
-        model(tokens, past_key_values=cache)
+        model(tokens, None, None, cache)
     arrays[text + " theirs"] = [part[0] for part in scores]
     arrays[text + " left"] = [layer.keys[0] for layer in cache.layers]
 numpy.savez(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -75,15 +76,25 @@ def answers(
 def _greedy(
     network: Any, ids: Sequence[int], positions: Sequence[int], stops: frozenset[int]
 ) -> list[int]:
+    from transformers import DynamicCache
+
     answer: list[int] = []
-    cache, known, fed, at = None, 0, list(ids), list(positions)
+    kept = {_cache_name(network): DynamicCache(config=network.config)}
+    known, fed, at = 0, list(ids), list(positions)
     while len(answer) < _LONGEST:
         given = inputs(network, fed, at, known)
-        out = network(**given, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        out = network(**given, **kept, use_cache=True, logits_to_keep=1)
         known += len(fed)
         token = int(out.logits[0, -1].argmax())
         if token in stops:
             break
         answer.append(token)
-        cache, fed, at = out.past_key_values, [token], [at[-1] + 1]
+        fed, at = [token], [at[-1] + 1]
     return answer
+
+
+def _cache_name(network: Any) -> str:
+    """Return what the network calls its cache: `past_key_values` before transformers 5.24."""
+    base = network.get_base_model() if hasattr(network, "get_base_model") else network
+    known = inspect.signature(type(base).forward).parameters
+    return "cache" if "cache" in known else "past_key_values"
