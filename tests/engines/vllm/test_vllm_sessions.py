@@ -185,7 +185,7 @@ class TableMachine(RuleBasedStateMachine):
     def rewrite(self, name: str) -> None:
         """The client's history is not what the session holds."""
         session = self.table.sessions.get(name)
-        if session is not None and not session.running:
+        if session is not None and not session.running and self.logs[name]:
             self.logs[name][0] = -1 - len(self.logs[name])
 
     @precondition(lambda self: self.manager.pool.get_num_free_blocks() < POOL)
