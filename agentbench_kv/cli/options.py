@@ -170,7 +170,7 @@ banks_option = shown(
 SPEC_OPTIONS = {
     "engine": engine_option,
     "model": model_option,
-    "limit": option("--limit", "Only the first N samples.", int),
+    "limit": option("--limit", "Only the first N samples; another N is another run.", int),
     "trials": option("--trials", default=1),
     "concurrency": option(
         "--concurrency", "Sessions driven at once. [default: 16; llamacpp 1]", int
