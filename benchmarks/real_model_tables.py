@@ -259,10 +259,33 @@ def parts(found: Sequence[Played], digits: int) -> Iterator[str]:
         yield f"| {arm.budget or ''} | {arm.method} | " + " | ".join(cells) + " |"
 
 
+def alike(path: Path) -> dict[str, str]:
+    """Group a file's sessions by their tools: nine names in ten are the same."""
+    groups: list[tuple[str, set[str]]] = []
+    found = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        session = json.loads(line)
+        names = {tool["function"]["name"] for tool in session["tools"]}
+        same = (first for first, known in groups if len(names & known) >= 0.9 * len(names | known))
+        group = next(same, None)
+        if group is None:
+            group = session["id"]
+            groups.append((group, names))
+        found[session["id"]] = group
+    return found
+
+
 def contrasts(
-    found: Sequence[Played], pairs: Sequence[str], figures: Sequence[str], budgets: Sequence[int]
+    found: Sequence[Played],
+    pairs: Sequence[str],
+    figures: Sequence[str],
+    budgets: Sequence[int],
+    groups: Mapping[str, str] | None = None,
 ) -> Iterator[str]:
-    """Yield CAND less BASE at the budgets, or all; p-values adjusted over the whole table."""
+    """Yield CAND less BASE at the budgets, or all; p-values adjusted over the whole table.
+
+    What is independent are the groups of sessions, if there are any.
+    """
     by_name = {(arm.method, arm.budget): arm for arm in found}
     rows = []
     for cand, _, base in (pair.partition("=>") for pair in pairs):
@@ -271,16 +294,18 @@ def contrasts(
             if sides[0] is None or sides[1] is None:
                 continue
             for figure in figures:
-                change = open_change(sides[0].figures[figure], sides[1].figures[figure])
+                mine, theirs = (side.figures[figure] for side in sides)
+                change = open_change(mine, theirs, groups)
                 if change is not None:
                     rows.append((cand, base, budget, figure, change))
     adjusted = holm([row[-1].p_value for row in rows])
-    yield "| candidate | base | budget | figure | base's | difference | p (Holm) | sessions |"
-    yield "|---|---|--:|---|--:|---|--:|--:|"
+    yield "| candidate | base | budget | figure | base's | difference | p | p (Holm) | units |"
+    yield "|---|---|--:|---|--:|---|--:|--:|--:|"
     for (cand, base, budget, figure, change), p in zip(rows, adjusted, strict=True):
         yield (
             f"| {cand} | {base} | {budget} | {figure} | {change.base:.4f} | {change.point:+.4f} "
-            f"[{change.low:+.4f}, {change.high:+.4f}] | {p:.3f} | {change.n} |"
+            f"[{change.low:+.4f}, {change.high:+.4f}] | {change.p_value:.4f} | {p:.3f} "
+            f"| {change.groups or change.n} |"
         )
 
 
@@ -494,6 +519,7 @@ def main() -> None:
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--title", default="")
     parser.add_argument("--against", type=Path)
+    parser.add_argument("--sessions", type=Path, help="of these those with the same tools are one")
     parser.add_argument("--least", type=int, default=0, help="leave out arms of fewer sessions")
     parser.add_argument("--digits", type=int, default=3, help="of divergences")
     parser.add_argument("--same", action="append", default=[], help="HASH=HASH of one model")
@@ -515,7 +541,8 @@ def main() -> None:
         ),
         "matrix": lambda: matrix(read()),
         "contrasts": lambda: contrasts(
-            all_arms(given.path), given.more, figures, given.budget
+            *(all_arms(given.path), given.more, figures, given.budget),
+            alike(given.sessions) if given.sessions else None,
         ),
         "steady": lambda: iter(row for f in figures for row in (f, *steady(read(), f))),
         "probes": lambda: probes(given.path),

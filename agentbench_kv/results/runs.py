@@ -86,6 +86,12 @@ class Run:
         # Group of each sample that belongs to one (LoCoMo: the conversation).
         self.clusters = {r.sample_id: r.cluster for r in records if r.cluster is not None}
         self.prompts = {r.key: r.prompt_sha for r in records if r.prompt_sha is not None}
+        # Hash of the system message of each session that `kvbench fidelity` played.
+        self.systems = {
+            record.sample_id: str(found)
+            for record in records
+            if (found := record.metrics.get("system_sha")) is not None
+        }
         # Each of `SIZES` of each sample's trials that reached the engine.
         self.sizes: dict[str, dict[str, list[int]]] = {name: {} for name in SIZES}
         # Sub-score to right and asked of each sample, summed over its trials.

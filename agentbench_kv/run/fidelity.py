@@ -6,6 +6,7 @@ score the share of tokens on which both caches have the same best (`top1`).
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -27,7 +28,7 @@ from agentbench_kv.errors import ContextLimitError, UsageError, unknown_name
 from agentbench_kv.methods.base import CLOSINGS, PHASE_NAMES, Method, Phase
 from agentbench_kv.phases import PhaseTable, load_tokenizer, system_tokens
 from agentbench_kv.registry import load_method, make_method, split_settings
-from agentbench_kv.results.records import KVAccount, TrialRecord, TrialStatus, Usage
+from agentbench_kv.results.records import KVAccount, Metric, TrialRecord, TrialStatus, Usage
 from agentbench_kv.results.store import RunDir, RunReader, RunStore
 from agentbench_kv.results.summary import GIVEN_TOKENS, Summary, summarize
 from agentbench_kv.run.calibration import calibration_used, identified
@@ -193,7 +194,7 @@ def _play(
     tallies = [_Tally() for _ in arms]
     started = time.perf_counter()
     methods = [method for _, method in arms]
-    system = _system_tokens(model, recording, methods)
+    system, opens = _opening(model, recording, methods)
     precisions = [str(run.info.spec.get("kv_dtype") or "") for run, _ in arms]
     play = ForcedPlay(
         model, methods, system, by_token=by_token, kv_dtypes=precisions, beginnings=beginnings
@@ -214,7 +215,7 @@ def _play(
         stats = play.stats()
         play.close()
     seconds = time.perf_counter() - started
-    shared = {"seconds": seconds / len(arms), "figures_s": spent / len(arms)}
+    shared = {"seconds": seconds / len(arms), "figures_s": spent / len(arms), "system_sha": opens}
     for (run, _), own, account in zip(arms, tallies, stats, strict=True):
         saved = None
         if save_tokens:
@@ -236,13 +237,17 @@ class _Tally:
         return {"fidelity": {**self.log.columns, "events": events}}
 
 
-def _system_tokens(model: LoadedModel, recording: Recording, methods: Sequence[Method]) -> int:
-    """Return the length of a session's system message, if a method asks for it."""
-    if not any(method.protect == "system" for method in methods):
-        return 0
+def _opening(
+    model: LoadedModel, recording: Recording, methods: Sequence[Method]
+) -> tuple[int, str | None]:
+    """Return the length of a session's system message and its hash, if it has one that is known."""
     table = PhaseTable.for_tokenizer(load_tokenizer(model.path))
-    refuse_without_messages(table.family.name)
-    return system_tokens(table, [token for token, _ in recording.turns[0].prompt])
+    if any(method.protect == "system" for method in methods):
+        refuse_without_messages(table.family.name)
+    ids = [token for token, _ in recording.turns[0].prompt]
+    count = system_tokens(table, ids)
+    text = ",".join(map(str, ids[:count]))
+    return count, hashlib.sha256(text.encode()).hexdigest() if count else None
 
 
 def _count(
@@ -291,7 +296,7 @@ def _record(
     recording: Recording,
     counts: FidelityCounts,
     account: KVStats,
-    shared: Mapping[str, float],
+    shared: Mapping[str, Metric],
     error: str | None,
 ) -> TrialRecord:
     same, asked = counts.sums["top1"]

@@ -39,6 +39,7 @@ def write_arm(tmp_path: Path, make_trial: Any) -> Write:
         flips: float = 0.01,
         expected: int | None = None,
         kv_dtype: str = "",
+        systems: int = 0,
     ) -> Run:
         spec = {"task": "fidelity/t/gold", "method": method, "budget": budget, "model": "m"}
         spec |= {"engine": "embedded", "seed": 0} | ({"kv_dtype": kv_dtype} if kv_dtype else {})
@@ -56,6 +57,7 @@ def write_arm(tmp_path: Path, make_trial: Any) -> Write:
                 metrics = {f"{key}_total": value * TOKENS for key, value in figures.items()}
                 metrics |= {f"{key}_count": TOKENS for key in figures}
                 metrics |= {"top1_right": 98, "top1_asked": TOKENS}
+                metrics |= {"system_sha": f"system{number % systems}"} if systems else {}
                 trial = make_trial(f"s{number}", kv=kv, metrics=metrics, score=0.98,
                                    status="scored", prompt_sha=f"sha{number}")  # fmt: skip
                 run.append_trial(trial)
@@ -66,6 +68,19 @@ def write_arm(tmp_path: Path, make_trial: Any) -> Write:
 
 def noisy(level: float, sessions: int = 40, seed: int = 0) -> list[float]:
     return list(level * np.random.default_rng(seed).uniform(0.5, 1.5, sessions))
+
+
+@pytest.mark.parametrize(
+    ("systems", "said"),
+    [(0, ""), (1, "with 1 system message "), (7, "7 system messages"), (40, "")],
+)
+def test_sessions_behind_the_same_system_message_are_told(
+    write_arm: Write, systems: int, said: str
+) -> None:
+    table = fidelity_tables([write_arm("agentkv", 512, noisy(0.02), systems=systems)])[0]
+    told = [note for note in table.notes if "system message" in note]
+    assert len(told) == bool(said)
+    assert all(said in note and note.startswith("40 sessions") for note in told)
 
 
 def test_more_divergence_is_a_regression_and_less_is_ok(write_arm: Write) -> None:

@@ -82,6 +82,13 @@ def test_less_budget_costs_more_and_every_figure_is_there(tmp_path: Path) -> Non
     assert "distance from the full cache" in shown
     assert "smallest budget" not in shown  # two sessions say nothing of one
     assert "nobody leads on fewer than 20" in shown
+    assert "system message" not in shown  # the task's samples have one each
+    small_run, large_run = (
+        [record.metrics["system_sha"] for record in run.records()]
+        for run in load_runs([tmp_path])[0]
+    )
+    assert small_run == large_run
+    assert len(set(small_run)) == 2
     assert all(run.summary.tokens_per_s is None for run in load_runs([tmp_path])[0])
     assert shown == call("report", str(tmp_path), "--table", "fidelity").output
 

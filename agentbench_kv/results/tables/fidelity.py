@@ -93,7 +93,7 @@ def distance_tables(board: Board) -> Iterator[Table]:
     yield table(
         what=f"distance from the full cache [95% interval], {number} sessions",
         apart=("fidelity", str(number)), columns=_FIGURES, rows=list(map(_figures, arms)),
-        notes=[*notes, *_calls(arms)], legend=LEGEND,
+        notes=[*notes, *_calls(arms), *_alike(board)], legend=LEGEND,
     )  # fmt: skip
     named = [name for name in _PARTS if any(f"{KL}{name}" in arm.found.means for arm in arms)]
     yield table(
@@ -150,6 +150,24 @@ def _calls(arms: Sequence[_Arm]) -> list[str]:
     known = [share for share in shares if share is not None]
     told = "exact calls: every token is the best one; with the full cache {:.1f}%"
     return [told.format(100 * known[0].point)] if known else []
+
+
+def _alike(board: Board) -> list[str]:
+    """Say behind how few system messages the sessions are: what is alike is not independent."""
+    known = {
+        name: sha
+        for entry in board.entries
+        for run in entry.group.runs
+        for name, sha in run.systems.items()
+        if name in board.samples
+    }
+    systems = len(set(known.values()))
+    if len(known) < 2 or systems == len(known):
+        return []
+    return [
+        f"{len(known)} sessions begin with {systems} system message{'s' * (systems > 1)} (tools "
+        "included): intervals and marks are about sessions behind these, not about other tools"
+    ]
 
 
 def contests(board: Board) -> dict[str, list[Entry]]:
