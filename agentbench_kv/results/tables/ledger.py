@@ -70,13 +70,15 @@ def _ledger(setting: Setting, runs: Sequence[Run]) -> Table:
 
 
 def _labels(runs: Sequence[Run]) -> list[str]:
-    """Name each run, and what was taken away from what it reads, if anything was."""
+    """Name each run: floors as under a table of scores, if that tells them apart."""
+    whole = [run for run in runs if floor_of(run) == OFF]
+    names = {id(run): name for run, name in zip(whole, variants(whole), strict=True)}
     alike: dict[str, list[Run]] = {}
     for run in runs:
-        alike.setdefault(floor_of(run), []).append(run)
-    names = {
-        id(run): name + f", {floor_name(run)}" * (floor != OFF)
-        for floor, same in alike.items()
-        for run, name in zip(same, variants(same), strict=True)
-    }
+        if floor_of(run) != OFF:
+            alike.setdefault(f"{run.method}, {floor_name(run)}", []).append(run)
+    for name, same in alike.items():
+        own = variants(same)
+        several = len(set(own)) > 1
+        names |= {id(run): each if several else name for run, each in zip(same, own, strict=True)}
     return [names[id(run)] for run in runs]
