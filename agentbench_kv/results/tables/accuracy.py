@@ -172,7 +172,7 @@ Values = Mapping[tuple[str, int | str | None], Cell]  # what stands at a row's n
 
 
 @dataclass(frozen=True)
-class Page:
+class BoardPage:
     """A board with what stands around it."""
 
     board: Board
@@ -207,7 +207,7 @@ def pass_tables(runs: Sequence[Run]) -> list[Table]:
     return [table for table in found if table is not None]
 
 
-def pages(runs: Sequence[Run], metric: str) -> Iterator[Page]:
+def pages(runs: Sequence[Run], metric: str) -> Iterator[BoardPage]:
     """Yield the boards in order; the null agent has its own only where nobody else ran its task."""
     known = boards(runs, metric)
     played = {board.setting.task for board in known if not board.setting.null}
@@ -226,7 +226,7 @@ def pages(runs: Sequence[Run], metric: str) -> Iterator[Page]:
             null = [(NULL, each) for each in grouped(r for r in floor if r.setting.task == task)]
             beside = [] if board.setting.null else [*null, *floors_of(_placed(board), runs)]
             smaller = (board.setting, board.conditions) in seen
-            yield Page(board, smaller, tuple(beside))
+            yield BoardPage(board, smaller, tuple(beside))
         seen.add((board.setting, board.conditions))
 
 
@@ -236,7 +236,7 @@ def _placed(board: Board) -> list[Run]:
     return [*inside, *(run for run, _ in board.out)]
 
 
-def _tables(page: Page) -> list[Table]:
+def _tables(page: BoardPage) -> list[Table]:
     compressed = [entry for entry in page.board.entries if entry.group.compressed]
     idle = [e for e in compressed if not e.scores.parts.keys() <= e.group.triggered]
     tables = [_scores_table(page, compressed, all_triggered=bool(compressed) and not idle)]
@@ -248,7 +248,7 @@ def _tables(page: Page) -> list[Table]:
     return tables
 
 
-def _scores_table(page: Page, compressed: Sequence[Entry], all_triggered: bool) -> Table:
+def _scores_table(page: BoardPage, compressed: Sequence[Entry], all_triggered: bool) -> Table:
     board = page.board
     null = [(name, each, own) for name, each in page.null if (own := _floor(each, board))]
     groups = [*(entry.group for entry in board.entries), *(group for _, group, _ in null)]
@@ -282,7 +282,7 @@ def _scores_table(page: Page, compressed: Sequence[Entry], all_triggered: bool) 
     return _table(page, "all samples", "%", columns, rows, notes, legend)
 
 
-def _triggered_table(page: Page, compressed: Sequence[Entry]) -> Table:
+def _triggered_table(page: BoardPage, compressed: Sequence[Entry]) -> Table:
     """Return the scores of samples with an event, without ranks: they are others for each row."""
     some = [(entry.group, entry.scores.only(entry.group.triggered)) for entry in compressed]
     known = [(group, scores) for group, scores in some if scores.parts]
@@ -296,7 +296,7 @@ def _triggered_table(page: Page, compressed: Sequence[Entry]) -> Table:
     return _table(page, "samples with an event", "%", columns, rows, [], [OWN_SAMPLES])
 
 
-def _gap_table(page: Page, compressed: Sequence[Entry], full: Entry) -> Table:
+def _gap_table(page: BoardPage, compressed: Sequence[Entry], full: Entry) -> Table:
     gaps = [(entry.group, change(entry.scores, full.scores)) for entry in compressed]
     known = [(group, gap) for group, gap in gaps if gap is not None]
     adjusted = holm([gap.p_value for _, gap in known])
@@ -359,7 +359,7 @@ def _own(run: Run, metric: str) -> Scores | None:
     return scores if scores and scores.parts else None
 
 
-def _notes(page: Page) -> list[str]:
+def _notes(page: BoardPage) -> list[str]:
     """Say what the figures rest on: too little, few groups, trials that were played twice."""
     board = page.board
     few = page.groups is not None and page.groups < FEW_GROUPS
@@ -373,7 +373,7 @@ def _notes(page: Page) -> list[str]:
 
 
 def _table(
-    page: Page,
+    page: BoardPage,
     subset: str,
     unit: str,
     columns: Sequence[Column],
@@ -400,7 +400,7 @@ def _table(
     )
 
 
-def _pass_table(page: Page) -> Table | None:
+def _pass_table(page: BoardPage) -> Table | None:
     board = page.board
     asked: list[tuple[str, RunGroup, Iterable[str], str | None]]
     asked = [(e.group.label, e.group, board.samples, None) for e in board.entries]

@@ -9,7 +9,7 @@ from agentbench_kv.results.papers import MEASURES, PublishedFigure, quality
 from agentbench_kv.results.ranking import Board
 from agentbench_kv.results.runs import SCORE, Run, RunGroup, asked_once
 from agentbench_kv.results.stats import Interval, level
-from agentbench_kv.results.tables.accuracy import PUBLISHED, Page, asked_all, pages
+from agentbench_kv.results.tables.accuracy import PUBLISHED, BoardPage, asked_all, pages
 from agentbench_kv.results.tables.model import Cell, Column, Kind, Row, Table, Unit, setting_table
 
 # Sub-scores shown without being asked for, in this order, where any of `FIRST` is there.
@@ -27,7 +27,7 @@ SENT = "evidence sent: share of it in what the task sent"
 ENCODERS = "similarity and BERTScore: of the encoder that each run, or paper, had"
 
 
-class _Named(NamedTuple):  # runs under the name of their row
+class _PartsRow(NamedTuple):  # runs under the name of their row
     name: str
     group: RunGroup
     samples: frozenset[str]  # that count; all of its own if empty
@@ -40,7 +40,7 @@ def part_tables(runs: Sequence[Run]) -> list[Table]:
     return [table for table in found if table is not None]
 
 
-def _parts(page: Page) -> Table | None:
+def _parts(page: BoardPage) -> Table | None:
     board, named = page.board, list(_named(page))
     known = {part for each in named for run in each.group.runs for part in run.counts}
     shown = [part for part in PARTS if part in known]
@@ -73,19 +73,19 @@ def _parts(page: Page) -> Table | None:
     )
 
 
-def _named(page: Page) -> Iterator[_Named]:
+def _named(page: BoardPage) -> Iterator[_PartsRow]:
     """Yield the rows: who keeps everything first, floors last, then what is on no board."""
     samples = page.board.samples
     groups = (entry.group for entry in page.board.entries)
     for group in sorted(groups, key=lambda each: (each.compressed, each.method != "full")):
-        yield _Named(group.label, group, samples)
+        yield _PartsRow(group.label, group, samples)
     for name, group in page.null:
-        yield _Named(name, group, samples)
+        yield _PartsRow(name, group, samples)
     for run, reason in page.board.out:
-        yield _Named(run.label, RunGroup(run.label, (run,)), frozenset(), reason)
+        yield _PartsRow(run.label, RunGroup(run.label, (run,)), frozenset(), reason)
 
 
-def _level(each: _Named, part: str, asked: dict[str, float]) -> Interval | None:
+def _level(each: _PartsRow, part: str, asked: dict[str, float]) -> Interval | None:
     scores = each.group.scores(part, asked)
     own = scores.only(set(each.samples)) if scores and each.samples else scores
     return level(own) if own and own.parts else None
