@@ -36,7 +36,7 @@ FORMATS = ("terminal", "markdown", "csv", "latex", "json")
 @flag("--json as_json", "Is --format json.")
 @shown(
     "--metric metrics M",
-    "score or a sub-score, e.g. recurring; repeatable.  [default: score]",
+    "score or a sub-score, e.g. recurring; repeatable.  [default: score, with LoCoMo's parts]",
     multiple=True,
     envvar="KVBENCH_REPORT_METRIC",
 )
@@ -58,9 +58,8 @@ def report(
 ) -> None:
     """Tables of RUNS, run directories or folders of them.
 
-    Accuracy against budget, efficiency, throughput, summaries of the curves, distance from the full
-    cache. What could not be
-    read goes to stderr, a line each.
+    Accuracy against budget, efficiency, what memories cost, throughput, summaries of the curves,
+    distance from the full cache. What could not be read goes to stderr, a line each.
     """
     from agentbench_kv.results.runs import load_runs, run_folders
     from agentbench_kv.results.tables.formats import choose_format, show, write

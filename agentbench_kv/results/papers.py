@@ -10,6 +10,8 @@ from typing import Any, NamedTuple, Self
 import pandas as pd
 from pydantic import BaseModel, Field, FiniteFloat, PositiveInt, model_validator
 
+from agentbench_kv.results.runs import SCORE
+
 FILES = (
     "accuracy_vs_budget",
     "locomo_quality",
@@ -18,8 +20,18 @@ FILES = (
     "sidequest_ranges",
     "utility_coverage",
 )
-HEADLINES = ("accuracy_pct", "reward_pct")
+# What papers call a score or a sub-score of ours.
+MEASURES = {
+    SCORE: ("accuracy_pct", "reward_pct", "f1"),
+    "f1": ("f1",),
+    "bleu1": ("bleu1",),
+    "similarity": ("embedding_similarity",),
+    "bertscore": ("bertscore_f1",),
+}
+QUALITY = "f1"  # of answers: the score of tasks that have this sub-score
+SAME_QUESTIONS = {"probe/locomo": "locomo/qa"}  # tasks that ask what a paper's task asks
 UNCOMPRESSED = "full"
+_SEPARATORS = str.maketrans("", "", "-_ ")
 
 
 class PublishedFigure(BaseModel, frozen=True, extra="forbid"):
@@ -73,15 +85,27 @@ def figures(file: str) -> tuple[PublishedFigure, ...]:
     return tuple(known)
 
 
-def headlines(task: str, model: str) -> list[PublishedFigure]:
+def quality(task: str, model: str) -> list[PublishedFigure]:
+    """Return what papers publish of answers' quality on what a task asks, every measure."""
+    asked = SAME_QUESTIONS.get(task, task)
     return [
         figure
-        for figure in figures("accuracy_vs_budget")
-        if figure.metric in HEADLINES
-        and figure.value is not None
-        and f"{figure.benchmark}/{figure.task}" == task
-        and figure.model.casefold() == model.casefold()
+        for file in ("accuracy_vs_budget", "locomo_quality")
+        for figure in figures(file)
+        if figure.value is not None
+        and f"{figure.benchmark}/{figure.task}" == asked
+        and _plain(figure.model) == _plain(model)
     ]
+
+
+def headlines(task: str, model: str, metric: str = SCORE) -> list[PublishedFigure]:
+    """Return those of them that measure what the score, or a sub-score of ours, measures."""
+    return [each for each in quality(task, model) if each.metric in MEASURES.get(metric, ())]
+
+
+def _plain(model: str) -> str:
+    """Write a model's name as all do: the paper's `Qwen-2.5-7B` is `Qwen2.5-7B`."""
+    return model.casefold().translate(_SEPARATORS)
 
 
 def leaders(cell: Iterable[PublishedFigure]) -> list[PublishedFigure]:

@@ -19,7 +19,13 @@ from agentbench_kv.errors import UsageError
 from agentbench_kv.results.records import TrialRecord
 from agentbench_kv.results.stats import Scores, pass_k, pass_scores
 from agentbench_kv.results.store import RunInfo, RunReader, latest_trials
-from agentbench_kv.results.summary import RunState, Summary, derive, triggered_samples
+from agentbench_kv.results.summary import (
+    RunState,
+    Summary,
+    derive,
+    remembers,
+    triggered_samples,
+)
 
 SCORE = "score"
 # What a session held at most and read, as records call it; bytes over all layers and heads.
@@ -191,6 +197,11 @@ class Run:
     def reason(self) -> str | None:
         validity = self.summary.validity
         return None if self.valid else f"{validity.state.value}: {'; '.join(validity.reasons)}"
+
+    @property
+    def remembers(self) -> bool:
+        """Whether its method has a memory of past sessions."""
+        return remembers(self.spec, self.info.provenance)
 
     @property
     def in_flight(self) -> float | None:

@@ -18,7 +18,7 @@ from agentbench_kv.budget import Budget
 from agentbench_kv.errors import UsageError
 from agentbench_kv.results.files import write_atomic
 from agentbench_kv.results.lines import Lines
-from agentbench_kv.results.records import LOST, TrialRecord, TrialStatus
+from agentbench_kv.results.records import LOST, Metric, TrialRecord, TrialStatus
 from agentbench_kv.results.stats import Interval, Scores, level, pass_levels
 from agentbench_kv.results.store import RunInfo, RunReader, RunStatus, latest_trials
 
@@ -27,6 +27,10 @@ UNCOMPRESSED = frozenset({"full", "full-constrained"})
 REMEMBERS = "remembers"  # in the provenance of a run whose method has a memory
 # Those that had one before provenance said so.
 _MEMORIES = frozenset({"memart", "mem0", "graphiti"})
+# A trial's metrics that say what past sessions cost; those that are absent where there was none.
+RARELY = ("ingest_failed", "ingest_files")
+READING = ("ingest_calls", "ingest_tokens", "ingest_s", *RARELY, "ingest_files_s")
+ANSWERING = ("answer_prefill_tokens", "answer_live_tokens", "answer_ttft_ms")  # means of a trial
 DEFAULT_INTERVAL = 128
 _UNREAD = ("other_syntax", "calls_in_other_syntax")  # metrics of a trial
 _PARAMETER_FIELDS = ("params", "set", "method_params")
@@ -68,7 +72,7 @@ def assess(
     """
     if expected is None:
         expected = spec.get("expected_trials")
-    remembers = _method(spec) in _MEMORIES or bool((provenance or {}).get(REMEMBERS))
+    recalled = _never_recalled(trials) if remembers(spec, provenance or {}) else None
     findings = [
         (RunState.DRIFT, _drifted(trials, reference or ())),
         (RunState.BUDGET_NOT_APPLIED, _refused(trials)),
@@ -76,7 +80,7 @@ def assess(
         (RunState.BUDGET_NOT_APPLIED, _raised(spec, trials)),
         (RunState.INCOMPLETE, _missing(trials, expected)),
         (RunState.BUDGET_NOT_APPLIED, _never_triggered(spec, trials)),
-        (RunState.BUDGET_NOT_APPLIED, _never_recalled(trials) if remembers else None),
+        (RunState.BUDGET_NOT_APPLIED, recalled),
     ]
     found = [(state, reason) for state, reason in findings if reason is not None]
     return Validity(
@@ -85,6 +89,11 @@ def assess(
         triggered_samples=len(triggered_samples(trials)),
         samples=len({record.sample_id for record in trials}),
     )
+
+
+def remembers(spec: Mapping[str, Any], provenance: Mapping[str, Any]) -> bool:
+    """Whether a run's method has a memory of past sessions."""
+    return _method(spec) in _MEMORIES or bool(provenance.get(REMEMBERS))
 
 
 def budget_bounds(spec: Mapping[str, Any], trials: Sequence[TrialRecord]) -> list[int]:
@@ -333,6 +342,9 @@ class Summary(BaseModel, frozen=True, extra="forbid"):
     notes: list[str]  # what a reader of the figures should know besides the validity
     user_retries: int = 0  # attempts that the simulated user spoilt and another followed
     pass_k: dict[str, Interval] = {}  # `pass^1` to `pass^K` if every sample was tried K times
+    # What past sessions cost, mean of a trial (`ingest_…`), and what asking cost, mean of an answer
+    # (`answer_…`); empty where records do not say.
+    ledger: dict[str, float] = {}
 
     @property
     def asks(self) -> bool:
@@ -372,6 +384,7 @@ def derive(info: RunInfo, lines: Lines[TrialRecord]) -> Summary:
         sub_scores=_sub_scores(trials),
         pass_k=pass_levels(*_by_sample(trials)),
         kv=kv,
+        ledger=ledger_means(trials),
         wall_s=info.wall_s,
         tokens_per_s=_tokens_per_s(info, kv),
         ttft_ms=median(record.timing.ttft_ms for record in trials),
@@ -443,6 +456,27 @@ def _sub_scores(trials: Sequence[TrialRecord]) -> dict[str, SubScore]:
             right, asked = (sum(part) for part in zip(*scores.parts.values(), strict=True))
             found[name] = SubScore(right=right, asked=asked, interval=level(scores))
     return found
+
+
+def ledger_means(trials: Iterable[TrialRecord]) -> dict[str, float]:
+    """Return means of what trials record of reading past sessions and of asking behind them.
+
+    Of a trial that did not measure a figure, as a failed one has no seconds, there is none in the
+    mean; parts that were lost and sessions that came from files are 0 where none did.
+    """
+    found: dict[str, list[tuple[float, float]]] = {}
+    for record in trials:
+        told: Mapping[str, Metric] = record.metrics
+        if "ingest_calls" in told:
+            told = {**dict.fromkeys(RARELY, 0), **told}
+        pairs = {name: (told.get(name), 1) for name in READING} | {
+            name: (told.get(f"{name}_total"), told.get(f"{name}_count")) for name in ANSWERING
+        }
+        for name, (total, count) in pairs.items():
+            if isinstance(total, int | float) and isinstance(count, int | float):
+                found.setdefault(name, []).append((total, count))
+    sums = {name: [sum(part) for part in zip(*own, strict=True)] for name, own in found.items()}
+    return {name: total / count for name, (total, count) in sums.items() if count}
 
 
 def _kv(trials: Sequence[TrialRecord]) -> KVSummary | None:

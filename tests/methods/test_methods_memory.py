@@ -106,6 +106,20 @@ def test_a_bank_is_its_sessions_in_order(sizes: list[int], block: int) -> None:
     assert bank.index_nbytes == 2 * LAYERS * HEADS * WIDTH * 4 * bank.blocks
 
 
+@given(st.lists(st.integers(80, 400), min_size=1, max_size=40))
+@settings(max_examples=100)
+def test_the_index_is_at_most_an_eighth_of_the_bank(sizes: list[int]) -> None:
+    """At the paper's 16 tokens a block, with what is held for blocks to come, in real bytes."""
+    bank = MemoryBank(16)
+    for number, size in enumerate(sizes):
+        keys, values = rows(size, number)
+        bank.append(keys, values.bfloat16())
+    assert bank.nbytes == sum(sizes) * LAYERS * HEADS * WIDTH * (4 + 2)
+    assert bank.index_nbytes == bank.lows.nbytes + bank.highs.nbytes
+    held = sum(each.untyped_storage().nbytes() for each in (bank.lows, bank.highs))
+    assert bank.index_nbytes <= held <= bank.nbytes / 8
+
+
 def test_settings_of_the_paper() -> None:
     names = ("topk", "normalise", "aggregate", "block")
     for label, wanted in {

@@ -33,7 +33,8 @@ class _Growing:
         end = self.length + count
         if self._held is None or end > self._held.shape[self._axis]:
             shape = list(rows.shape)
-            shape[self._axis] = max(end, 2 * self.length)
+            # A quarter more: what is held beyond the index must not make it large beside the bank.
+            shape[self._axis] = max(end, self.length + self.length // 4)
             grown = rows.new_empty(shape)
             if self._held is not None:
                 grown.narrow(self._axis, 0, self.length).copy_(self.whole)

@@ -19,7 +19,7 @@ from agentbench_kv import __version__
 from agentbench_kv.errors import UsageError
 from agentbench_kv.results.fidelity import KL, divergence
 from agentbench_kv.results.files import writing
-from agentbench_kv.results.papers import headlines
+from agentbench_kv.results.papers import quality
 from agentbench_kv.results.runs import Problem, Run, RunGroup
 from agentbench_kv.results.site import runpage
 from agentbench_kv.results.site.boards import BoardView, Contest, family, views
@@ -34,7 +34,9 @@ from agentbench_kv.results.site.charts import (
 from agentbench_kv.results.site.tokenline import token_line
 from agentbench_kv.results.stats import Interval
 from agentbench_kv.results.submissions import labels, replications, submissions
+from agentbench_kv.results.tables.ledger import ledger_tables
 from agentbench_kv.results.tables.model import headings, lines
+from agentbench_kv.results.tables.parts import part_tables
 from agentbench_kv.results.terminal import megabytes
 
 _MARK = '<meta name="generator" content="kvbench '
@@ -148,6 +150,7 @@ def _write_task(
 ) -> None:
     models = dict.fromkeys(view.board.setting.model for view in own)
     settings = {each.run.setting for each in listed if not each.run.setting.null}
+    runs = [each.run for each in listed]
     context = {
         "task": task,
         "views": own,
@@ -156,7 +159,9 @@ def _write_task(
         "of_fidelity": any(each.nats for each in listed),
         "asks": any(each.run.summary.asks for each in listed),
         "submitted": any(each.submission for each in listed),
-        "published": [figure for model in models for figure in headlines(task, model)],
+        "published": [figure for model in models for figure in quality(task, model)],
+        "quality": part_tables(runs),
+        "ledgers": ledger_tables(runs),
     }
     pages.write(address, "task.html", context, ["table.js"])
 

@@ -7,7 +7,14 @@ from dataclasses import dataclass
 from itertools import chain
 
 from agentbench_kv.results.gate import describe, repeats
-from agentbench_kv.results.papers import PublishedFigure, count_first, figures, headlines, leaders
+from agentbench_kv.results.papers import (
+    QUALITY,
+    PublishedFigure,
+    count_first,
+    figures,
+    headlines,
+    leaders,
+)
 from agentbench_kv.results.ranking import Board, Entry, boards, rank
 from agentbench_kv.results.runs import SCORE, Run, RunGroup, budget_order, grouped
 from agentbench_kv.results.stats import Interval, Scores, change, holm, level, pass_k, pass_levels
@@ -31,12 +38,12 @@ def published_rows(
     rows: Sequence[Row], board: Board, budgets: Sequence[int | str | None]
 ) -> list[Row]:
     """Return a board's rows, each followed by the published figures of its method and budgets."""
-    # Papers only publish the headline score.
-    setting = board.setting
-    known = headlines(setting.task, setting.model) if board.metric == SCORE else []
+    known = headlines(board.setting.task, board.setting.model, board.metric)
     groups = [entry.group for entry in board.entries]
     methods = {group.label: group.method for group in groups}
-    measured = {(group.method, group.budget) for group in groups}
+    measured = {(group.method, group.budget) for group in groups if asked_all(group)}
+    if any(QUALITY not in run.counts for group in groups for run in group.runs):
+        known = [figure for figure in known if figure.metric != QUALITY]
     last = {methods[str(row.cells[0].value)]: i for i, row in enumerate(rows)}
     beside: list[Row] = []
     for i, row in enumerate(rows):
@@ -45,6 +52,13 @@ def published_rows(
         if last[method] == i:
             beside += _cited([f for f in known if f.method == method], measured, budgets)
     return beside
+
+
+def asked_all(group: RunGroup) -> bool:
+    """Whether runs read what a paper's did: nothing taken away, and the published data."""
+    task = group.first.info.provenance.get("task")
+    data = task.get("published_data") if isinstance(task, Mapping) else None
+    return floor_of(group.first) == OFF and data is not False
 
 
 def _cited(
@@ -158,7 +172,9 @@ Values = Mapping[tuple[str, int | str | None], Cell]  # what stands at a row's n
 
 
 @dataclass(frozen=True)
-class _Page:  # a board with what stands around it
+class BoardPage:
+    """A board with what stands around it."""
+
     board: Board
     smaller: bool  # whether a larger set of samples of the same conditions has a board
     # Valid runs of the agent that does nothing, on the same task, and of its floors: name and runs.
@@ -181,17 +197,17 @@ class _Page:  # a board with what stands around it
 
 def accuracy_tables(runs: Sequence[Run], metric: str = SCORE) -> list[Table]:
     """Return the tables of every board that has the metric, `score` or a sub-score."""
-    return list(chain(*map(_tables, _pages(runs, metric))))
+    return list(chain(*map(_tables, pages(runs, metric))))
 
 
 def pass_tables(runs: Sequence[Run]) -> list[Table]:
     """Return a table for each board with scores of 0 or 1 in several trials."""
     # Rows with one trial are left out, and graded scores, of which none need be a success.
-    found = (_pass_table(page) for page in _pages(runs, SCORE))
+    found = (_pass_table(page) for page in pages(runs, SCORE))
     return [table for table in found if table is not None]
 
 
-def _pages(runs: Sequence[Run], metric: str) -> Iterator[_Page]:
+def pages(runs: Sequence[Run], metric: str) -> Iterator[BoardPage]:
     """Yield the boards in order; the null agent has its own only where nobody else ran its task."""
     known = boards(runs, metric)
     played = {board.setting.task for board in known if not board.setting.null}
@@ -210,7 +226,7 @@ def _pages(runs: Sequence[Run], metric: str) -> Iterator[_Page]:
             null = [(NULL, each) for each in grouped(r for r in floor if r.setting.task == task)]
             beside = [] if board.setting.null else [*null, *floors_of(_placed(board), runs)]
             smaller = (board.setting, board.conditions) in seen
-            yield _Page(board, smaller, tuple(beside))
+            yield BoardPage(board, smaller, tuple(beside))
         seen.add((board.setting, board.conditions))
 
 
@@ -220,7 +236,7 @@ def _placed(board: Board) -> list[Run]:
     return [*inside, *(run for run, _ in board.out)]
 
 
-def _tables(page: _Page) -> list[Table]:
+def _tables(page: BoardPage) -> list[Table]:
     compressed = [entry for entry in page.board.entries if entry.group.compressed]
     idle = [e for e in compressed if not e.scores.parts.keys() <= e.group.triggered]
     tables = [_scores_table(page, compressed, all_triggered=bool(compressed) and not idle)]
@@ -232,7 +248,7 @@ def _tables(page: _Page) -> list[Table]:
     return tables
 
 
-def _scores_table(page: _Page, compressed: Sequence[Entry], all_triggered: bool) -> Table:
+def _scores_table(page: BoardPage, compressed: Sequence[Entry], all_triggered: bool) -> Table:
     board = page.board
     null = [(name, each, own) for name, each in page.null if (own := _floor(each, board))]
     groups = [*(entry.group for entry in board.entries), *(group for _, group, _ in null)]
@@ -266,7 +282,7 @@ def _scores_table(page: _Page, compressed: Sequence[Entry], all_triggered: bool)
     return _table(page, "all samples", "%", columns, rows, notes, legend)
 
 
-def _triggered_table(page: _Page, compressed: Sequence[Entry]) -> Table:
+def _triggered_table(page: BoardPage, compressed: Sequence[Entry]) -> Table:
     """Return the scores of samples with an event, without ranks: they are others for each row."""
     some = [(entry.group, entry.scores.only(entry.group.triggered)) for entry in compressed]
     known = [(group, scores) for group, scores in some if scores.parts]
@@ -280,7 +296,7 @@ def _triggered_table(page: _Page, compressed: Sequence[Entry]) -> Table:
     return _table(page, "samples with an event", "%", columns, rows, [], [OWN_SAMPLES])
 
 
-def _gap_table(page: _Page, compressed: Sequence[Entry], full: Entry) -> Table:
+def _gap_table(page: BoardPage, compressed: Sequence[Entry], full: Entry) -> Table:
     gaps = [(entry.group, change(entry.scores, full.scores)) for entry in compressed]
     known = [(group, gap) for group, gap in gaps if gap is not None]
     adjusted = holm([gap.p_value for _, gap in known])
@@ -343,7 +359,7 @@ def _own(run: Run, metric: str) -> Scores | None:
     return scores if scores and scores.parts else None
 
 
-def _notes(page: _Page) -> list[str]:
+def _notes(page: BoardPage) -> list[str]:
     """Say what the figures rest on: too little, few groups, trials that were played twice."""
     board = page.board
     few = page.groups is not None and page.groups < FEW_GROUPS
@@ -357,7 +373,7 @@ def _notes(page: _Page) -> list[str]:
 
 
 def _table(
-    page: _Page,
+    page: BoardPage,
     subset: str,
     unit: str,
     columns: Sequence[Column],
@@ -384,7 +400,7 @@ def _table(
     )
 
 
-def _pass_table(page: _Page) -> Table | None:
+def _pass_table(page: BoardPage) -> Table | None:
     board = page.board
     asked: list[tuple[str, RunGroup, Iterable[str], str | None]]
     asked = [(e.group.label, e.group, board.samples, None) for e in board.entries]

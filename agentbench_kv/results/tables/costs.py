@@ -58,7 +58,7 @@ def _efficiency(setting: Setting, runs: Sequence[Run]) -> Table:
     several = len({run.summary.seed for run in runs}) > 1
     rows = []
     for run, label in zip(runs, variants(runs), strict=True):
-        texts = (label, _budget(run), *[str(run.summary.seed)] * several)
+        texts = (label, budget_text(run), *[str(run.summary.seed)] * several)
         values = (of(run) for of in figures.values())
         rows.append(Row((*map(Cell, texts), *map(Cell, values)), run.reason))
     columns = (*map(Column, ("method", "budget", *["seed"] * several)), *figures)
@@ -138,7 +138,7 @@ def _throughput(setting: Setting, runs: Sequence[Run]) -> Table:
     bases = [name for name in BASES if any(each.first.method == name for each in enough)]
     figures: dict[Column, Callable[[RunGroup], Cell]] = {
         Column("method"): lambda each: Cell(each.label),
-        Column("budget"): lambda each: Cell(_budget(each.first)),
+        Column("budget"): lambda each: Cell(budget_text(each.first)),
         Column("allowed", Unit.NUMBER): lambda each: Cell(_allowed(each.first)),
         Column("runs", Unit.NUMBER): lambda each: Cell(len(each.runs)),
         Column("in flight", Unit.RATE): _middle(lambda run: run.in_flight),
@@ -190,7 +190,8 @@ def _allowed(run: Run) -> float | None:
     return allowed if isinstance(allowed, int) else None
 
 
-def _budget(run: Run) -> str | None:
+def budget_text(run: Run) -> str | None:
+    """Return a run's budget as tables write it."""
     return None if run.budget is None else str(run.budget)
 
 

@@ -35,10 +35,12 @@ def floors_of(runs: Sequence[Run], others: Iterable[Run]) -> list[tuple[str, Run
         for run in others
         if run.valid and floor_of(run) != OFF and (run.setting, _but_floor(run)) in about
     ]
-    return [
-        (f"{group.method}, {_NAMES.get(floor_of(group.first), floor_of(group.first))}", group)
-        for group in grouped(chosen)
-    ]
+    return [(f"{group.method}, {floor_name(group.first)}", group) for group in grouped(chosen)]
+
+
+def floor_name(run: Run) -> str:
+    """Return in words what was taken away from a run's task; `off` for what is no floor."""
+    return _NAMES.get(floor_of(run), floor_of(run))
 
 
 def floor_note(full: RunGroup | None, floors: Sequence[RunGroup], metric: str) -> str:

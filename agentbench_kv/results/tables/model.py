@@ -22,6 +22,7 @@ class Unit(StrEnum):
     POINTS = "difference of shares"
     TOKENS = "tokens"
     MEGABYTES = "MB"
+    SECONDS = "s"
     MILLISECONDS = "ms"
     RATE = "tokens/s"
     PER_SECOND = "a second"
@@ -156,6 +157,7 @@ _NUMBERS: dict[Unit, Callable[[float], str]] = {
     Unit.POINTS: lambda value: f"{100 * value:+.1f}",
     Unit.TOKENS: lambda value: f"{value:,.0f}",
     Unit.MEGABYTES: lambda value: f"{value:,.0f}" if value >= 100 else f"{value:.3g}",
+    Unit.SECONDS: lambda value: f"{value:,.0f}" if value >= 100 else f"{value:.3g}",
     Unit.MILLISECONDS: lambda value: f"{value:.2f}",
     Unit.RATE: _decimals,
     Unit.PER_SECOND: lambda value: f"{value:.3g}",

@@ -14,7 +14,9 @@ from agentbench_kv.results.runs import SCORE, Run
 from agentbench_kv.results.tables.accuracy import accuracy_tables, pass_tables
 from agentbench_kv.results.tables.costs import efficiency_tables, throughput_tables
 from agentbench_kv.results.tables.fidelity import fidelity_tables
+from agentbench_kv.results.tables.ledger import ledger_tables
 from agentbench_kv.results.tables.model import Cell, Column, Kind, Row, Table, Unit, setting_table
+from agentbench_kv.results.tables.parts import part_tables
 
 LEGEND = (
     "area: under the curve over log2(budget), relative to full; 1 is as good as full",
@@ -113,8 +115,8 @@ def report_tables(
     # Those of fidelity have tables of their own in the place of a score's.
     scored = [run for run in runs if not of_fidelity(run)]
     builders: dict[Kind, Callable[[Sequence[Run]], list[Table]]] = {
-        Kind.ACCURACY: partial(_accuracy, wanted, scored),
-        Kind.EFFICIENCY: efficiency_tables,
+        Kind.ACCURACY: partial(_accuracy, wanted, scored, parts=not metrics),
+        Kind.EFFICIENCY: _efficiency,
         Kind.THROUGHPUT: throughput_tables,
         Kind.CURVES: lambda _: curve_tables(scored),
         Kind.FIDELITY: fidelity_tables,
@@ -127,10 +129,18 @@ def report_tables(
     return tables
 
 
-def _accuracy(metrics: Sequence[str], scored: Sequence[Run], runs: Sequence[Run]) -> list[Table]:
+def _accuracy(
+    metrics: Sequence[str], scored: Sequence[Run], runs: Sequence[Run], *, parts: bool
+) -> list[Table]:
+    """Return scores, pass^k, and if nobody chose a metric the parts that come first."""
     tables = [
         table
         for metric in metrics
         for table in accuracy_tables(scored if metric == SCORE else runs, metric)
     ]
+    tables += part_tables(scored) if parts else []
     return tables + (pass_tables(scored) if SCORE in metrics else [])
+
+
+def _efficiency(runs: Sequence[Run]) -> list[Table]:
+    return [*efficiency_tables(runs), *ledger_tables(runs)]
