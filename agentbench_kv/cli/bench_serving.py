@@ -176,14 +176,19 @@ def _run(options: dict[str, Any]) -> ServingRun:
         timeout_s=options["timeout"],
         detailed=options["save_detailed"],
         recordings=_recordings(options, trace),
+        messages=options["trace"] if _of_messages(trace) else None,
     )
+
+
+def _of_messages(trace: LoadTrace | None) -> bool:
+    return trace is not None and trace.form == "messages"
 
 
 def _recordings(options: dict[str, Any], trace: LoadTrace | None) -> tuple[Recording, ...]:
     """Return the sessions of a trace that says what was answered; for engines started here."""
     from agentbench_kv.run.recordings import record_file
 
-    if trace is None or trace.form != "messages" or options["urls"]:
+    if trace is None or not _of_messages(trace) or options["urls"]:
         return ()
     return tuple(record_file(options["trace"], options["model"], len(trace.sessions)))
 
@@ -277,7 +282,7 @@ def _plan(
     dummy = options["load_format"] == "dummy"
     settings = opt.parse_settings(options["pairs"])
     asked = [name.replace("auto", "") for name in dict.fromkeys(options["kv_dtypes"])]
-    same_for_all = {"dummy": dummy, "kv_dtypes": asked, **where}
+    same_for_all = {"dummy": dummy, "kv_dtypes": asked, "messages": _of_messages(trace), **where}
     arms = engine_arms(options["engine"], model, wanted, settings, **same_for_all)
     return ServingPlan(
         engine=options["engine"],

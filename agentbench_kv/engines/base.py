@@ -137,6 +137,11 @@ class EngineInfo:
         """Which layers a method reaches; None if it is all of them."""
         return LayerReach.read(self.details)
 
+    @property
+    def rewinds(self) -> bool:
+        """Whether it can forget the end of a session alone; windows forget themselves."""
+        return Capability.REWIND in self.capabilities and self.reach is None
+
 
 class Generation(ABC):
     """A running generation: iterate for its token ids, in order, until it is exhausted.

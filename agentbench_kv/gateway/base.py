@@ -48,6 +48,8 @@ class Request:
     tools: Sequence[Mapping[str, Any]] | None = None
     prompt: str | Sequence[int] | None = None
     said: Message | None = None  # the answer, where it is given
+    # Of a prompt of ids, those that the session has not had: its client drops messages itself.
+    new_tokens: int | None = None
 
 
 S = TypeVar("S", bound=BaseSession)
@@ -133,13 +135,17 @@ class BaseGateway(ABC, Generic[S]):
         options: Options | None = None,
         cancellation: Cancellation | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        new_tokens: int | None = None,
     ) -> Answer:
         """Yield the text's deltas, then the `ChatResult`. Closing it early cancels.
 
-        With `tools`, which the prompt must explain itself, the answer is read as in a chat.
+        With `tools`, which the prompt must explain itself, the answer is read as in a chat. With
+        `new_tokens`, under a method that drops messages, ids may be the history without what the
+        client has dropped; so many of them are new.
         """
         given = (options or Options(), cancellation or Cancellation())
-        return self._stream(session, Request(*given, tools=tools, prompt=prompt))
+        asked = Request(*given, tools=tools, prompt=prompt, new_tokens=new_tokens)
+        return self._stream(session, asked)
 
     def check(self) -> None:
         """Raise what ends a whole run: an engine that is gone, a dead endpoint, money spent."""

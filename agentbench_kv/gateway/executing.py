@@ -8,7 +8,7 @@ from functools import lru_cache, partial
 from itertools import groupby
 
 from agentbench_kv.engines.base import Engine
-from agentbench_kv.errors import KVBenchError
+from agentbench_kv.errors import KVBenchError, UsageError
 from agentbench_kv.gateway.cursors import with_cursors
 from agentbench_kv.gateway.dropping import SessionDrops, Spot, drop_key
 from agentbench_kv.gateway.messages import Message
@@ -64,6 +64,25 @@ class Executor:
         plan = self._carry_out(session, drops, plan, messages, tools, wanted)
         if self._quests is not None and not plan.reset and plan.keep is None:
             self._quests.begin(session, drops, messages, tools)
+        return plan
+
+    def by_client(self, session: Session, prompt: str | Sequence[int], new: int | None) -> Plan:
+        """Plan a raw prompt of a client that drops messages itself, so many of its tokens `new`.
+
+        It is put to the account as what the policy drops here.
+        """
+        drops = session.drops
+        if new is None or drops is None:
+            raise UsageError(
+                "a method that drops messages needs to be sent messages, and this task sends raw "
+                "completions; choose its chat route: --set route=chat"
+            )
+        if self._method.exec != "text" or isinstance(prompt, str):
+            raise UsageError("kvbench.new_tokens is for exec=text, and prompts of token ids")
+        plan = self._planner.raw(session, prompt, anew=True)
+        drops.longest = max(drops.longest, new)
+        if plan.keep is not None:
+            _charge_rewrite(session, drops, plan, new)
         return plan
 
     def _carry_out(
@@ -140,12 +159,8 @@ class Executor:
         tools: Tools,
     ) -> Plan:
         """Write the history anew without what leaves, and put that to the session's account."""
-        before = session.stats()
         new = self._planner.rewrite(session, plan, drops.edited(self.shown(messages)), tools)
-        added = len(plan.ids)
-        left = max(0, (new.keep or 0) + len(new.ids) - added)
-        again = max(0, len(new.ids) - added)
-        session.carried = session.carried.followed_by(drops.rewritten(before, left, again))
+        _charge_rewrite(session, drops, new, len(plan.ids))
         return new
 
     def _spots(
@@ -170,6 +185,14 @@ class Executor:
             end = None if span is None or message.get("tool_calls") else span[1]
             spots.append(Spot(span, end))
         return [*spots, Spot(None, behind, (prompt_end, behind))]
+
+
+def _charge_rewrite(session: Session, drops: SessionDrops, plan: Plan, added: int) -> None:
+    """Put a history that is written anew to the account; the request adds so many tokens to it."""
+    left = max(0, (plan.keep or 0) + len(plan.ids) - added)
+    again = max(0, len(plan.ids) - added)
+    rewritten = drops.rewritten(session.stats(), left, again)
+    session.carried = session.carried.followed_by(rewritten)
 
 
 def phase_runs(phases: Sequence[Phase], span: SpanRange, wanted: Phase) -> list[SpanRange]:

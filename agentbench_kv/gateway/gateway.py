@@ -147,8 +147,7 @@ class Gateway(BaseGateway[Session]):
             refuse_tools_without_syntax(self.syntax, self._asked_syntax)
         before, known = state.stats() if self._executor else None, state.known
         if request.prompt is not None:
-            plan = self._planner.raw(state, request.prompt)
-            self._refuse_drops_of_text()
+            plan = self._raw_plan(state, request.prompt, request.new_tokens)
         else:
             plan = self._chat_plan(state, request)
             # Without a session every request would name its calls anew, and a history holds many.
@@ -165,7 +164,7 @@ class Gateway(BaseGateway[Session]):
         said = request.said
         given = () if said is None else self.written(said)
         before = None if plan.reset else before
-        if self._executor is not None:
+        if self._executor is not None and request.prompt is None:
             # Last: what is refused has dropped nothing.
             plan = self._executor.before(state, plan, request.messages, request.tools)
         turn = Turn(state, plan, self.codec, *asked, before, said, given, reads)
@@ -191,12 +190,13 @@ class Gateway(BaseGateway[Session]):
             plan = self._planner.rewrite(state, replace(plan, reset=False), *asked[1:])
         return plan
 
-    def _refuse_drops_of_text(self) -> None:
+    def _raw_plan(self, state: Session, prompt: str | Sequence[int], new: int | None) -> Plan:
+        """Plan a raw prompt, `new` of whose tokens its session has not had."""
         if self._executor is not None:
-            raise UsageError(
-                "a method that drops messages needs to be sent messages, and this task sends raw "
-                "completions; choose its chat route: --set route=chat"
-            )
+            return self._executor.by_client(state, prompt, new)
+        if new is not None:
+            raise UsageError("kvbench.new_tokens is for methods that drop messages, exec=text")
+        return self._planner.raw(state, prompt)
 
     def _aside(
         self,

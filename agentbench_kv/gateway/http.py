@@ -240,7 +240,8 @@ class HttpApi:
         session, prompt, options = self._admit(request, body), body.one_prompt(), body.options()
 
         def work(cancel: Cancellation) -> Answer:
-            return self._gateway.stream_complete(session, prompt, options, cancel, body.tools)
+            more = (body.tools, body.new_tokens)
+            return self._gateway.stream_complete(session, prompt, options, cancel, *more)
 
         form = self._choices(CompletionFormat, body)
         form.reads = bool(body.tools)

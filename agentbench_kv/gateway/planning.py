@@ -107,9 +107,8 @@ class Planner:
         text = self._template.render_first(messages, tools)
         if plan.reset:
             return replace(plan, ids=self._codec.encode(text), thinking=_thinks(text), text=text)
-        ids, log = self._codec.encode(text), session.tokens if session.rewinds else []
-        same = (i for i, (new, old) in enumerate(zip(ids[:-1], log, strict=False)) if new != old)
-        keep = next(same, min(len(ids) - 1, len(log)))
+        ids = self._codec.encode(text)
+        keep = _kept(session, ids)
         return replace(plan, ids=ids[keep:], thinking=_thinks(text), keep=keep, text=text)
 
     def contents(
@@ -132,22 +131,28 @@ class Planner:
         found = content_spans(render, new)
         return token_spans(self._codec, plan.ids, plan.text, found)
 
-    def raw(self, session: Session, prompt: str | Sequence[int]) -> Plan:
-        """Plan a completion: a prompt of text, or of ids that extend the token log."""
+    def raw(self, session: Session, prompt: str | Sequence[int], *, anew: bool = False) -> Plan:
+        """Plan a completion: a prompt of text, or of ids that extend the token log.
+
+        Ids may be the history written `anew`: the log stays as far as it begins with the same.
+        """
         if not prompt:
             raise UsageError("the prompt is empty")
         if not isinstance(prompt, str):
-            return self._raw_ids(session, list(prompt))
+            return self._raw_ids(session, list(prompt), anew=anew)
         rest = None if session.broken else _rest_of(prompt, session.known)
         ids = self._codec.encode(prompt if rest is None else rest)
         return Plan(ids, rest is None and not session.fresh, Known(text=prompt))
 
-    def _raw_ids(self, session: Session, ids: list[int]) -> Plan:
+    def _raw_ids(self, session: Session, ids: list[int], *, anew: bool) -> Plan:
         if not 0 <= min(ids) <= max(ids) < self._vocabulary:
             raise UsageError(f"token ids of this model are from 0 to {self._vocabulary - 1}")
         size = len(session.tokens)
         extends = not session.fresh and not session.broken and ids[:size] == session.tokens
         asked = Known(text=self._codec.decode(ids))
+        if anew and not (extends or session.fresh or session.broken):
+            keep = _kept(session, ids)
+            return Plan(ids[keep:], reset=False, known=asked, keep=keep)
         return Plan(ids[size:] if extends else ids, not (extends or session.fresh), asked)
 
     def said(self, message: Message) -> str:
@@ -170,6 +175,13 @@ def _whole(
     through = render(messages[: at + 1])
     fits = text.startswith(before) and text.startswith(through)
     return (len(before), len(through)) if fits else None
+
+
+def _kept(session: Session, ids: Sequence[int]) -> int:
+    """Return how much of the log stays where a prompt is written anew; one id is always read."""
+    log = session.tokens if session.rewinds else []
+    same = (i for i, (new, old) in enumerate(zip(ids[:-1], log, strict=False)) if new != old)
+    return next(same, min(len(ids) - 1, len(log)))
 
 
 def _thinks(prompt: str) -> bool:

@@ -334,6 +334,10 @@ class _KVBench(StrictModel):
     session: str | None = None
 
 
+class _KVBenchOfIds(_KVBench):
+    new_tokens: Count | None = None
+
+
 class CommonRequest(StrictModel):
     """The fields that both kinds of request have."""
 
@@ -492,6 +496,7 @@ class CompletionRequest(CommonRequest):
     unsupported = _UNSUPPORTED | _NOT_OF_COMPLETIONS
 
     prompt: Prompt
+    kvbench: _KVBenchOfIds | None = None
     # Those that the prompt explains: the answer comes with the message that it says, calls read.
     tools: Functions | None = None
     ignore_eos: bool | None = None
@@ -503,6 +508,11 @@ class CompletionRequest(CommonRequest):
         if self.tools and self.stream:
             raise ApiError(400, "a completion with tools is not streamed", param="stream")
         return replace(super().options(), ignore_eos=ignored, logprobs=self.logprobs)
+
+    @property
+    def new_tokens(self) -> int | None:
+        """Tokens of the prompt that the session has not had, if its client drops messages."""
+        return self.kvbench.new_tokens if self.kvbench else None
 
     def one_prompt(self) -> str | list[int]:
         """Return the prompt; a batch of one is one."""

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from typing import Any, Protocol, Self
 
-from agentbench_kv.engines.base import Capability, Engine, FinishReason, KVStats
+from agentbench_kv.engines.base import Engine, FinishReason, KVStats
 from agentbench_kv.errors import KVBenchError, UsageError
 from agentbench_kv.gateway.aside import AsideAnswer
 from agentbench_kv.gateway.dropping import SessionDrops
@@ -394,9 +394,8 @@ class Session(BaseSession):
 
     @property
     def rewinds(self) -> bool:
-        """Whether the engine can forget the end of a session alone; windows forget themselves."""
-        info = self.engine.info
-        return Capability.REWIND in info.capabilities and info.reach is None
+        """Whether the engine can forget the end of a session alone."""
+        return self.engine.info.rewinds
 
     def extend(self, ids: Sequence[int], hints: Hints) -> None:
         """Append prompt ids to the engine session and to the log."""

@@ -16,7 +16,8 @@ from agentbench_kv.errors import KVBenchError
 from agentbench_kv.methods.base import Phase
 from agentbench_kv.methods.spans import Source, TurnNotes
 from agentbench_kv.phases import PhaseMachine, PhaseTable, load_tokenizer, system_tokens
-from agentbench_kv.run.recordings import Recording
+from agentbench_kv.run.kinds import Labelled
+from agentbench_kv.run.recordings import RecordedTurn, Recording
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class ExactCalls:
 
     right: int
     asked: int
-    events: int  # evictions in those sessions
+    events: int  # evictions in those sessions, and times that a method dropped messages
     seconds: float  # that playing them took
 
 
@@ -38,23 +39,58 @@ def exact_calls(engine: Engine, recordings: Sequence[Recording], protect: str = 
     table = PhaseTable.for_tokenizer(load_tokenizer(engine.info.model_path))
     counts, events, began = FidelityCounts(), 0, time.perf_counter()
     for number, recording in enumerate(recordings):
-        session = f"given|{number}|{recording.sample}"
-        machine = PhaseMachine(table)
-        engine.open(session, machine)
+        session = _Session(engine, f"given|{number}|{recording.sample}", table)
         try:
             for turn in recording.turns:
-                ids, phases = zip(*turn.prompt, strict=True)
-                if engine.wants_notes:
-                    system = system_tokens(table, ids) if protect == "system" else 0
-                    notes = TurnNotes([(len(ids), Source.DOCUMENT)], system=system)
-                    engine.note(session, ids, notes)
-                machine.label_many(ids)  # what is answered is labelled from where they end
-                engine.extend(session, ids, phases)
-                _count(engine, session, turn.answer, counts)
+                session.read(turn, protect)
+                _count(engine, session.name, turn.answer, counts)
+                session.log += turn.answer
         finally:
-            events += len(engine.close(session).events)
+            events += session.close()
     right, asked = counts.sums["calls_exact"]
     return ExactCalls(int(right), int(asked), events, time.perf_counter() - began)
+
+
+class _Session:
+    """A session of the engine, and what it holds."""
+
+    def __init__(self, engine: Engine, name: str, table: PhaseTable) -> None:
+        self.name = name
+        self.log: Labelled = ()
+        self._engine, self._table = engine, table
+        self._events = 0
+        self._machine = PhaseMachine(table)
+        engine.open(name, self._machine)
+
+    def read(self, turn: RecordedTurn, protect: str) -> None:
+        prompt = turn.prompt if turn.keep is None else self._shortened(turn.keep) + turn.prompt
+        ids, phases = zip(*prompt, strict=True)
+        if self._engine.wants_notes:
+            system = system_tokens(self._table, ids) if protect == "system" else 0
+            notes = TurnNotes([(len(ids), Source.DOCUMENT)], system=system)
+            self._engine.note(self.name, ids, notes)
+        self._machine.label_many(ids)  # what is answered is labelled from where they end
+        self._engine.extend(self.name, ids, phases)
+        self.log += prompt
+
+    def close(self) -> int:
+        """Free the session; return its events."""
+        return self._events + len(self._engine.close(self.name).events)
+
+    def _shortened(self, keep: int) -> Labelled:
+        """Forget all but the first tokens; return those that the engine has to read again."""
+        self._events += 1
+        kept = self.log[:keep]
+        if keep and self._engine.info.rewinds:
+            self._engine.rewind(self.name, keep)
+            self.log = kept
+            self._machine.state = PhaseMachine(self._table).state
+            self._machine.label_many([token for token, _ in kept])
+            return ()
+        self._events += len(self._engine.close(self.name).events)
+        self.log, self._machine = (), PhaseMachine(self._table)
+        self._engine.open(self.name, self._machine)
+        return kept
 
 
 def _count(

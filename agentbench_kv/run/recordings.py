@@ -11,13 +11,14 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import dataclass, replace
+from itertools import islice, pairwise
 from pathlib import Path
+from typing import Any
 
 from agentbench_kv.adapters.base import Sample, Task
 from agentbench_kv.adapters.probe.gold import said_in
-from agentbench_kv.adapters.probe.session import read_sessions
+from agentbench_kv.adapters.probe.session import ChatSession, read_sessions
 from agentbench_kv.engines.base import Capability, Generation, KVStats, PhaseLabeller, Sampling
 from agentbench_kv.engines.embedded.model import model_path
 from agentbench_kv.engines.scripted import ScriptedEngine, ScriptedGeneration, ScriptedSession
@@ -26,6 +27,8 @@ from agentbench_kv.gateway import Gateway
 from agentbench_kv.gateway.client import InProcessClient
 from agentbench_kv.gateway.http import BackgroundServer
 from agentbench_kv.methods.base import Phase
+from agentbench_kv.methods.dropping.policy import DropMethod
+from agentbench_kv.methods.dropping.sidequest import SideQuestPrompted
 from agentbench_kv.phases.syntax import ToolSyntax
 from agentbench_kv.phases.tokens import TokenCodec
 from agentbench_kv.registry import load_task
@@ -35,6 +38,7 @@ from agentbench_kv.run.kinds import Kind, Labelled, kinds_of
 from agentbench_kv.run.spec import RunSpec, resolve
 from agentbench_kv.run.trial import TrialSetup, play_session, sample_key
 
+_Answered = tuple[Labelled, Labelled, int | None]  # a prompt, its answer, what stayed before it
 Answers = Callable[[str], Sequence[Sequence[int]]]  # session id -> ids of its answers, in order
 LONGEST_ANSWER = 1 << 16
 _CUT_OFF = LOST | {TrialStatus.TIMEOUT, TrialStatus.USER_ERROR}
@@ -48,6 +52,10 @@ class RecordedTurn:
     prompt: Labelled
     answer: Labelled
     kinds: tuple[Kind, ...]  # of the answer's tokens
+    # Under a method that drops messages: how much of the session stayed before the prompt, where
+    # the rest of it was written anew, and the tokens of the prompt that were not new then.
+    keep: int | None = None
+    again: int = 0
 
 
 @dataclass(frozen=True)
@@ -72,7 +80,8 @@ class Recording:
 class RecordingEngine(ScriptedEngine):
     """Answers with given ids, and keeps every session's turns beyond its end."""
 
-    capabilities = frozenset({Capability.CONSTRAIN, Capability.FORCE})  # no forks
+    # No forks.
+    capabilities = frozenset({Capability.CONSTRAIN, Capability.FORCE, Capability.REWIND})
 
     def __init__(
         self, answers: Answers, tokenizer_path: Path, context_limit: int, *, ends: bool = False
@@ -83,6 +92,9 @@ class RecordingEngine(ScriptedEngine):
         self._states: dict[str, ScriptedSession] = {}
         self._begins: dict[str, list[int]] = {}  # of every answer, in the session's tokens
         self._ends: dict[str, list[int]] = {}
+        self._answered: dict[str, list[_Answered]] = {}  # turns whose answer has ended
+        self._read: dict[str, int] = {}  # where what is read since the last answer begins
+        self._kept: dict[str, int] = {}  # where that was written anew
 
     def open(self, session: str, labeller: PhaseLabeller) -> None:
         if session in self._states:
@@ -90,6 +102,13 @@ class RecordingEngine(ScriptedEngine):
         super().open(session, labeller)
         self._states[session] = self._sessions[session]
         self._begins[session], self._ends[session] = [], []
+        self._answered[session], self._read[session] = [], 0
+
+    def rewind(self, session: str, length: int) -> None:
+        self._end_answer(session)
+        state = self._sessions[session]
+        del state.tokens[length:], state.phases[length:]
+        self._read[session] = self._kept[session] = length
 
     def extend(self, session: str, tokens: Sequence[int], phases: Sequence[Phase]) -> None:
         self._end_answer(session)
@@ -114,19 +133,23 @@ class RecordingEngine(ScriptedEngine):
 
     def turns(self, session: str, codec: TokenCodec, syntax: ToolSyntax) -> Iterator[RecordedTurn]:
         """Yield the turns of a closed session; those without an answer are left out."""
-        state, last = self._states[session], 0
-        whole = tuple(zip(state.tokens, state.phases, strict=True))
-        spans = zip(self._begins[session], self._ends[session], strict=True)
         known = len(self._answers(session)) if self._ends_there else None
-        for begin, end in islice(spans, known):
-            if end > begin:
-                answer = whole[begin:end]
-                yield RecordedTurn(whole[last:begin], answer, kinds_of(codec, answer, syntax))
-                last = end
+        for prompt, answer, keep in islice(self._answered[session], known):
+            if answer:
+                yield RecordedTurn(prompt, answer, kinds_of(codec, answer, syntax), keep)
 
     def _end_answer(self, session: str) -> None:
-        if session in self._ends and len(self._ends[session]) < len(self._begins[session]):
-            self._ends[session].append(len(self._states[session].tokens))
+        if session not in self._ends or len(self._ends[session]) == len(self._begins[session]):
+            return
+        state, begin = self._states[session], self._begins[session][-1]
+        first, end = self._read[session], len(state.tokens)
+        self._ends[session].append(end)
+        whole = tuple(zip(state.tokens[first:], state.phases[first:], strict=True))
+        prompt, answer = whole[: begin - first], whole[begin - first :]
+        # What comes before an empty answer is read with what follows.
+        keep = self._kept.pop(session, None) if answer else None
+        self._read[session] = end if answer else first
+        self._answered[session].append((prompt, answer, keep))
 
 
 @dataclass(frozen=True)
@@ -230,21 +253,26 @@ def record_run(folder: Path, limit: int | None = None) -> tuple[list[Recording],
 
 
 def record_file(
-    path: Path, model: str, limit: int | None = None, tool_syntax: str = "auto"
+    path: Path,
+    model: str,
+    limit: int | None = None,
+    tool_syntax: str = "auto",
+    policy: DropMethod | None = None,
+    context: int = 1 << 24,
 ) -> list[Recording]:
     """Read trajectories of any agent, one JSON object with `messages` and `tools` a line.
 
-    Their answers are written as the model's template and tool syntax write them.
+    Their answers are written as the model's template and tool syntax write them. With a `policy`
+    that drops messages as text, every request is what a gateway would make of it; a UsageError for
+    one that no gateway could play ahead, and for a session beyond the `context`.
     """
-    engine = RecordingEngine(lambda _: [], model_path(model), 1 << 24)
-    gateway = Gateway(engine, tool_syntax=tool_syntax, default_max_tokens=LONGEST_ANSWER)
+    refuse_unplayable(policy)
+    engine = RecordingEngine(lambda _: [], model_path(model), context)
+    limits: dict[str, Any] = {"tool_syntax": tool_syntax, "default_max_tokens": LONGEST_ANSWER}
+    gateway = Gateway(engine, policy=policy, **limits)
     found = []
     for number, session in enumerate(islice(read_sessions(path), limit)):
-        name = f"{number}|{session.id}"
-        with InProcessClient(gateway, name) as client:
-            for at in session.answers:
-                client.force(session.messages[:at], session.messages[at], session.tools or None)
-        turns = tuple(engine.turns(name, gateway.codec, gateway.syntax)) if session.answers else ()
+        turns = _said(engine, gateway, session, f"{number}|{session.id}")
         if turns:
             found.append(Recording(session.id, session.cluster, turns))
     if not found:
@@ -252,6 +280,45 @@ def record_file(
     if len({recording.sample for recording in found}) < len(found):
         raise UsageError(f"{path}: two sessions have the same `id`; give each its own")
     return found
+
+
+def refuse_unplayable(policy: DropMethod | None) -> None:
+    """Refuse a policy whose requests are not known before a model has answered."""
+    if policy is None:
+        return
+    if policy.exec != "text":
+        raise UsageError(
+            f"method {policy.label!r} with exec={policy.exec}: recorded messages are sent without "
+            "what is dropped, which is exec=text"
+        )
+    if policy.foresees:
+        raise UsageError(
+            f"method {policy.label!r} must know which results are needed later, and of recorded "
+            "messages nobody does"
+        )
+    if policy.summary_tokens or isinstance(policy, SideQuestPrompted):
+        raise UsageError(
+            f"method {policy.label!r} asks the model what to drop, and recorded messages are "
+            "planned before it has answered"
+        )
+
+
+def _said(
+    engine: RecordingEngine, gateway: Gateway, session: ChatSession, name: str
+) -> tuple[RecordedTurn, ...]:
+    """Return the turns of a recorded session."""
+    if not session.answers:
+        return ()
+    again = [0]
+    with InProcessClient(gateway, name) as client:
+        for at in session.answers:
+            client.force(session.messages[:at], session.messages[at], session.tools or None)
+            again.append(client.report.stats.recomputed)
+    turns = engine.turns(name, gateway.codec, gateway.syntax)
+    return tuple(
+        replace(turn, again=now - before)
+        for turn, (before, now) in zip(turns, pairwise(again), strict=True)
+    )
 
 
 def _record(source: AnswerSource) -> list[Recording]:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from functools import lru_cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -25,13 +26,15 @@ from agentbench_kv.engines.serving.wire import read_model
 from agentbench_kv.errors import KVBenchError, PrerequisiteError, UsageError
 from agentbench_kv.gateway import open_gateway
 from agentbench_kv.gateway.http import BackgroundServer, ServerSettings
+from agentbench_kv.methods.base import Method
+from agentbench_kv.methods.dropping.policy import DropMethod
 from agentbench_kv.registry import load_engine, make_method, split_settings
 from agentbench_kv.results.store import run_id
 from agentbench_kv.run.calibration import calibrated, calibration_used
 from agentbench_kv.run.engines import check_pair, start_engine
 from agentbench_kv.run.exact_calls import exact_calls
 from agentbench_kv.run.provenance import environment
-from agentbench_kv.run.recordings import Recording, record_file
+from agentbench_kv.run.recordings import Recording, record_file, refuse_unplayable
 from agentbench_kv.serving_bench import jobs
 from agentbench_kv.serving_bench.endpoints import authorization
 from agentbench_kv.serving_bench.loadgen import measure_apart
@@ -49,6 +52,7 @@ from agentbench_kv.serving_bench.trace import LoadTrace, ReadMessages
 
 _QUEUE = 4096
 _ANSWER_S = 20.0
+_ENDLESS = 1 << 24  # a context that is not known
 _MOST_RUNNING = 1024  # sessions in which something is read or generated; more may be open
 _DETAILS = (
     "session", "turn", "start", "new_tokens", "prompt_tokens", "output_tokens", "ttft_s",
@@ -72,6 +76,7 @@ class ServingRun:
     timeout_s: float = 1800.0
     detailed: bool = False  # whether files keep every request
     recordings: tuple[Recording, ...] = ()  # the trace's sessions, if it has what was answered
+    messages: Path | None = None  # the trace's file, if it has recorded messages
 
     @property
     def at_once(self) -> int:
@@ -111,7 +116,7 @@ def measure_serving(run: ServingRun, path: Path, told: Told) -> ServingSummary:
                     server = kept.get(arm.name)
                     if server is None:
                         stack = all_servers if plan.together else own
-                        server = stack.enter_context(serve_arm(plan, arm, run.at_once))
+                        server = stack.enter_context(_served(run, arm))
                     if plan.together:
                         kept[arm.name] = server
                     for workload, load in missing:
@@ -133,6 +138,23 @@ def rotated(arms: Sequence[ServingArm], repetition: int) -> list[ServingArm]:
     return [*arms[first:], *arms[:first]]
 
 
+@contextmanager
+def _served(run: ServingRun, arm: ServingArm) -> Iterator[RunningServer]:
+    """Start an arm's server; plan what it is sent, where its method drops messages."""
+    with serve_arm(run.plan, arm, run.at_once) as server:
+        method = make_method(arm.method or "full", arm.budget, arm.settings) if arm.drops else None
+        if isinstance(method, DropMethod) and run.messages is not None:
+            asked = (run.messages, run.plan.model, method, server.context or _ENDLESS)
+            server = replace(server, shortened=_shortened(*asked))
+        yield server
+
+
+@lru_cache(maxsize=32)
+def _shortened(path: Path, model: str, method: DropMethod, context: int) -> tuple[Recording, ...]:
+    """Return recorded messages as they are sent without what a method drops."""
+    return tuple(record_file(path, model, policy=method, context=context))
+
+
 def _measure(
     run: ServingRun,
     arm: ServingArm,
@@ -144,6 +166,8 @@ def _measure(
     """Measure an arm at one workload and load; `order` is the repetition, and its place there."""
     plan, target, (repetition, place) = run.plan, server.target, order
     sessions = _planned(workload, load.sessions)
+    if server.shortened is not None:
+        sessions = sessions_of(server.shortened[: load.sessions], plan.think_time_s)
     longest = max(sessions, key=lambda session: session.length)
     if server.context is not None and longest.length > server.context:
         raise UsageError(
@@ -185,8 +209,11 @@ def _quality(run: ServingRun, server: RunningServer) -> Quality:
         return Quality(reason="the weights are random")
     if Capability.FORCE not in engine.info.capabilities:
         return Quality(reason=f"engine {run.plan.engine!r} takes no given answers")
+    recordings = run.recordings
+    if server.shortened is not None:
+        recordings = server.shortened[: len(recordings)]
     try:
-        found = exact_calls(engine, run.recordings, server.protect)
+        found = exact_calls(engine, recordings, server.protect)
     except KVBenchError as error:
         return Quality(reason=" ".join(str(error).split()))
     if not found.asked:
@@ -219,12 +246,14 @@ def engine_arms(
     device: str,
     dummy: bool = False,
     kv_dtypes: Sequence[str] = ("",),
+    messages: bool = False,
 ) -> list[ServingArm]:
     """Check methods and budgets against an engine, before anything starts.
 
-    Settings go to the methods with a budget; `dummy` asks for random weights. Every arm comes at
-    each precision of cached rows, but for the base that only differs in flags. A UsageError or
-    PrerequisiteError for a pair that cannot run, or an engine that takes no token ids.
+    Settings go to the methods with a budget; `dummy` asks for random weights; `messages` are what
+    is sent, so that a method may drop some. Every arm comes at each precision of cached rows, but
+    for the base that only differs in flags. A UsageError or PrerequisiteError for a pair that
+    cannot run, or an engine that takes no token ids.
     """
     cls = load_engine(engine)
     if Capability.TEXT in cls.capabilities:
@@ -242,14 +271,13 @@ def engine_arms(
         theirs = settings.keys() - {"offload"} if plain.compresses else plain.settings().keys()
         own = {key: value for key, value in settings.items() if key in theirs}
         method = make_method(name, budget, own)
+        _check_drops(method, messages=messages)
         check_pair(engine, cls, method)
         if kv_dtype or "offload" in method.settings():
             options = EngineOptions(model, method, device, dtype, kv_dtype=kv_dtype)
             cls.check_kv_dtype(options)
             cls.check_options(options)
-        if method.messages:
-            raise UsageError(f"method {method.label!r} drops messages, and this sends token ids")
-        known = budget.spelled if budget is not None and method.compresses else None
+        known = budget.spelled if budget is not None and method.takes_budget else None
         label = method.label if known is None else f"{method.label} {known}"
         label += "".join(f" {key}={value}" for key, value in split_settings(name)[1].items())
         if kv_dtype:
@@ -264,6 +292,17 @@ def engine_arms(
     if "offload" in settings and not any("offload" in arm.settings for arm in made.values()):
         raise UsageError("--set offload: only --method full@offload has it")
     return list(made.values())
+
+
+def _check_drops(method: Method, *, messages: bool) -> None:
+    """Refuse a method that drops messages where there are none, or what it drops is not known."""
+    if isinstance(method, DropMethod):
+        refuse_unplayable(method)
+        if not messages:
+            raise UsageError(
+                f"method {method.label!r} drops messages, and these sessions are token ids; "
+                "name recorded messages: --trace FILE"
+            )
 
 
 def trace_figures(trace: LoadTrace) -> TraceFigures:
@@ -284,21 +323,28 @@ def recorded_messages(model: str, gap_s: float = 0.0) -> ReadMessages:
     """Return what reads recorded chat messages in a model's tokens, with a gap between calls."""
 
     def read(path: Path) -> list[jobs.TraceSession]:
-        sessions = []
-        for recording in record_file(path, model):
-            calls = [
-                jobs.TraceCall(
-                    len(turn.prompt),
-                    len(turn.answer),
-                    gap_s if number else 0.0,
-                    ids=[token for token, _ in turn.prompt],
-                )
-                for number, turn in enumerate(recording.turns)
-            ]
-            sessions.append(jobs.TraceSession(recording.sample, calls))
-        return sessions
+        return sessions_of(record_file(path, model), gap_s)
 
     return read
+
+
+def sessions_of(recordings: Sequence[Recording], gap_s: float) -> list[jobs.TraceSession]:
+    """Return recorded sessions to be played, with a gap between calls."""
+    sessions = []
+    for recording in recordings:
+        calls = [
+            jobs.TraceCall(
+                len(turn.prompt) - turn.again,
+                len(turn.answer),
+                gap_s if number else 0.0,
+                ids=[token for token, _ in turn.prompt],
+                keep=turn.keep,
+                again=turn.again,
+            )
+            for number, turn in enumerate(recording.turns)
+        ]
+        sessions.append(jobs.TraceSession(recording.sample, calls))
+    return sessions
 
 
 def url_arms(urls: Sequence[str]) -> list[ServingArm]:
@@ -329,6 +375,8 @@ class RunningServer:
     about: dict[str, Any] = field(default_factory=dict)  # what the engine says of itself
     engine: Engine | None = None  # None of a server by URL
     protect: str = ""  # the method's
+    # What it is sent of a trace of messages, where its method drops some.
+    shortened: tuple[Recording, ...] | None = None
 
 
 def pool_tokens(plan: ServingPlan, arm: ServingArm, *, per_query_head: bool) -> int | None:
@@ -390,7 +438,7 @@ def serve_arm(plan: ServingPlan, arm: ServingArm, at_once: int) -> Iterator[Runn
         }
         about |= calibration_used(method)
         about |= {"max_live_tokens": room} if room is not None else {}
-        target = jobs.Target(server.url.removesuffix("/v1"), "gateway", info.model)
+        target = jobs.Target(server.url.removesuffix("/v1"), "gateway", info.model, arm.drops)
         about |= info.details
         yield RunningServer(target, vocabulary, info.context_limit, about, engine, method.protect)
 

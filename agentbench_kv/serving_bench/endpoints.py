@@ -103,8 +103,9 @@ class ServerEndpoint(ABC):
 
     needs_ids: ClassVar[bool] = True  # whether a later turn sends the generated ids back
 
-    def __init__(self, model: str, *, keep: bool) -> None:
+    def __init__(self, model: str, *, keep: bool, drops: bool = False) -> None:
         self.model = model
+        self.drops = drops  # sessions may be shortened, and every turn says what is new
         self.keep = keep  # sessions have more than one turn: the server must know them again
 
     def opening(self, session: str) -> HttpRequest | None:  # noqa: ARG002
@@ -115,7 +116,8 @@ class ServerEndpoint(ABC):
     def turn(self, session: str, log: Sequence[int], new: int, output: int) -> HttpRequest:
         """Return a request for `output` tokens.
 
-        `log` holds all ids of the session; the server has not seen the last `new` of them.
+        `log` holds all ids of the session; the server has not seen the last `new` of them, nor,
+        where the session was shortened, those before them as they are now.
         """
 
     @abstractmethod
@@ -174,6 +176,8 @@ class GatewayEndpoint(VllmEndpoint):
 
     def turn(self, session: str, log: Sequence[int], new: int, output: int) -> HttpRequest:
         request = super().turn(session, log, new, output)
+        if self.drops and request.body is not None:
+            request.body["kvbench"] = {"new_tokens": new}
         return replace(request, headers={"X-KVBench-Session": session}) if self.keep else request
 
     def count(self, text: str | None, ids: Sequence[int]) -> int:  # noqa: ARG002

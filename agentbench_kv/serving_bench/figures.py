@@ -12,7 +12,9 @@ from agentbench_kv.serving_bench.endpoints import TimedTurn
 from agentbench_kv.serving_bench.jobs import TraceSession, prefix_hits
 
 _MEDIANS = ("peak_bytes", "peak_live", "live", "logical")
-_SUMMED = ("events", "evicted", "restored", "prefill_tokens", "recomputed", "session_resets")
+_SUMMED = (
+    "events", "evicted", "restored", "prefill_tokens", "recomputed", "rewrites", "session_resets",
+)  # fmt: skip
 # What `--goodput` sets targets of, and where a request has it.
 _MEASURED = {"ttft": "ttft_s", "tpot": "tpot_s", "e2el": "latency_s"}
 TARGETS = tuple(_MEASURED)

@@ -59,12 +59,20 @@ class TraceCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     # session's shared pieces can be in a prefix cache.
     fresh: bool = False
     ids: list[int] = []  # the new tokens themselves, where they are known
+    # A method dropped messages before this call: so many tokens of the history stay, and what is
+    # left behind them is read `again`. The ids are of those, too.
+    keep: Annotated[int, Meta(ge=0)] | None = None
+    again: Annotated[int, Meta(ge=0)] = 0
 
     def __post_init__(self) -> None:
-        if self.ids and len(self.ids) != self.new_tokens:
-            raise ValueError(f"{len(self.ids)} ids for {self.new_tokens} new tokens")
+        if self.ids and len(self.ids) != self.again + self.new_tokens:
+            raise ValueError(f"{len(self.ids)} ids for {self.again + self.new_tokens} new tokens")
         if self.ids and self.fresh:
             raise ValueError("a fresh call has no ids of its own")
+        if (self.keep is not None or self.again) and not self.ids:
+            raise ValueError("what is read again of a history that was shortened needs ids")
+        if self.again and self.keep is None:
+            raise ValueError("nothing is read again where the whole history stays")
 
 
 class TraceSession(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -89,15 +97,17 @@ class TraceSession(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
 
     @property
     def length(self) -> int:
-        """Tokens of the whole session."""
-        return sum(call.new_tokens + call.output_tokens for call in self.calls)
+        """Most tokens that the session has at once."""
+        ends = zip(self.prompts, self.calls, strict=True)
+        return max(prompt + call.output_tokens for prompt, call in ends)
 
     @property
     def prompts(self) -> list[int]:
         """Tokens of every call's prompt, history included."""
         held, found = 0, []
         for call in self.calls:
-            found.append(held + call.new_tokens)
+            held = held if call.keep is None else call.keep
+            found.append(held + call.again + call.new_tokens)
             held = found[-1] + call.output_tokens
         return found
 
@@ -117,7 +127,8 @@ def prefix_hits(sessions: Sequence[TraceSession]) -> int:
         hits += max((_common(pieces, other) for other in known[max(at - 1, 0) : at + 1]), default=0)
         insort(known, pieces)
         for call, prompt in zip(session.calls[1:], session.prompts[1:], strict=True):
-            hits += session.shared_tokens if call.fresh else prompt - call.new_tokens
+            known_of = prompt - call.again - call.new_tokens
+            hits += session.shared_tokens if call.fresh else known_of
     return hits
 
 
@@ -180,6 +191,7 @@ class Target(msgspec.Struct, frozen=True):
     base: str  # URL without the `/v1`
     wire: str  # what it understands: a name in `endpoints.ENDPOINTS`
     model: str  # name to ask for
+    drops: bool = False  # it takes a history without what was dropped: `TraceCall.keep`
 
 
 class Frames(msgspec.Struct, frozen=True):

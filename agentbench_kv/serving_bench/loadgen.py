@@ -175,7 +175,9 @@ class Player:
         self._client = client
         self._job = job
         self._endpoint = endpoints.ENDPOINTS[job.target.wire](
-            job.target.model, keep=any(len(session.calls) > 1 for session in job.sessions)
+            job.target.model,
+            keep=any(len(session.calls) > 1 for session in job.sessions),
+            drops=job.target.drops,
         )
 
     async def play(
@@ -197,9 +199,12 @@ class Player:
                     await self._call(self._endpoint.closing(f"{name}{_part(part)}"))
                     part, log, held = part + 1, [], 0
                     await self._call(self._endpoint.opening(f"{name}{_part(part)}"))
+                if call.keep is not None:
+                    log, held = log[: call.keep], call.keep
                 log += prompt
                 new = len(prompt)
-                turn = TimedTurn(index, number, 0.0, new, held + new, part=part)
+                added = new - call.again
+                turn = TimedTurn(index, number, 0.0, added, held + new, part=part)
                 last = number + 1 == len(planned)
                 turns.append(await self._ask(turn, f"{name}{_part(part)}", log, call, last))
                 if turns[-1].error:

@@ -37,6 +37,11 @@ class ServingArm(BaseModel, frozen=True):
     url: str | None = None  # of a server that was not started here
 
     @property
+    def drops(self) -> bool:
+        """Whether its method drops messages: only those have an execution."""
+        return "exec" in self.settings
+
+    @property
     def interval(self) -> int:
         """Decoded tokens between two events: what a session may hold above its budget."""
         return int(self.settings.get("interval", DEFAULT_INTERVAL))

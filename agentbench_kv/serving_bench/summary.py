@@ -33,7 +33,10 @@ SIMULATED = (
 )
 SPEED = "output_throughput"
 GOODPUT = "request_goodput"
-_KV = ("median_peak_bytes", "median_peak_live", "median_logical", "mean_decode_kv", "events")
+_KV = (
+    "median_peak_bytes", "median_peak_live", "median_logical", "mean_decode_kv", "events",
+    "prefill_tokens", "recomputed",
+)  # fmt: skip
 _PUBLISHED_RATIO = "best_output_tok_s_ratio_vs_full"
 _SPEED_COLUMN = Column("output tok/s", Unit.RATE)
 _EXACT = Column("exact calls %", Unit.SHARE)
@@ -61,6 +64,11 @@ _KV_COLUMNS = {
     "median_peak_live": Column("peak live", Unit.TOKENS),
     "mean_decode_kv": Column("decode KV", Unit.TOKENS),
     "median_logical": Column("logical", Unit.TOKENS),
+}
+# Where some arm reads tokens twice.
+_AGAIN_COLUMNS = {
+    "prefill_tokens": Column("prefilled", Unit.TOKENS),
+    "recomputed": Column("of them again", Unit.TOKENS),
 }
 
 # Repetitions by shape, load and arm.
@@ -204,6 +212,8 @@ def _unproved(arm: ServingArm, runs: Sequence[LoadMeasurement]) -> str | None:
     said = next((account["budget"] for account in accounts if account.get("budget")), None)
     budget = said if arm.budget is None else arm.budget
     if budget is None:
+        if arm.drops and not all(account.get("events") for account in accounts):
+            return f"never triggered: no session came to trigger={arm.settings.get('trigger')}"
         return None
     if len(accounts) < len(runs):
         return "no KV accounting: this endpoint does not prove that the budget was applied"
@@ -251,6 +261,7 @@ def summary_tables(summary: ServingSummary) -> list[Table]:
 def _loads_table(plan: ServingPlan, shape: str, cells: Sequence[ArmFigures]) -> Table:
     bases = _bases(cells)
     of_kv = _KV_COLUMNS if any(cell.kv for cell in cells) else {}
+    of_kv = of_kv | (_AGAIN_COLUMNS if any(cell.kv.get("recomputed") for cell in cells) else {})
     first, later = _known(_FIRST_COLUMNS, cells), _known(_FIGURE_COLUMNS, cells)
     titles = (Column("load"), Column("arm"), Column("repeats", Unit.NUMBER), *first.values())
     judged = [_EXACT] * any(cell.quality for cell in cells)
@@ -379,6 +390,12 @@ def _notes(plan: ServingPlan, cells: Sequence[ArmFigures]) -> list[str]:
             "peak live MB: keys and values over all layers and heads; peak live, decode KV, "
             "logical: tokens per layer and KV head; medians over sessions, and the mean over "
             "decoded tokens"
+        )
+    if dropping := [arm.name for arm in plan.arms if arm.drops]:
+        notes.append(
+            f"{', '.join(dropping)}: the recorded messages without what the method drops; what "
+            "follows the first change is read again (prefilled, of them again: all sessions), with "
+            "the recorded answers in it"
         )
     if fewest < REPETITIONS:
         notes.append(f"fewest repetitions: {fewest}; fewer than {REPETITIONS} decide nothing")

@@ -161,6 +161,8 @@ def _own(path: Path, lines: Sequence[tuple[int, bytes]]) -> list[TraceSession]:
     found: dict[str, TraceSession] = {}
     for number, line in lines:
         session = _decoded(path, number, line, TraceSession)
+        if any(call.keep is not None for call in session.calls):
+            raise UsageError(f"{path} line {number}: keep is a method's; a trace has none")
         if session.id in found:
             raise UsageError(f"{path} line {number}: there is a session {session.id!r} before it")
         found[session.id] = session
