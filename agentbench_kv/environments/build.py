@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -49,9 +50,22 @@ def wheel_of(wanted: BuiltWheel, python: Path, run: Run, report: Report) -> Path
     with tempfile.TemporaryDirectory(prefix=".build-", dir=folder) as place:
         pin = Path(place) / "pin.txt"
         pin.write_text(f"{wanted.requirement} --hash=sha256:{wanted.sha256}\n", encoding="utf-8")
-        run([*pip, *source, *_HASHED, "--wheel-dir", place, "-r", str(pin)], wanted.settings)
+        settings = _with_cmake(wanted, Path(place))
+        run([*pip, *source, *_HASHED, "--wheel-dir", place, "-r", str(pin)], settings)
         (made,) = Path(place).glob("*.whl")
         return made.rename(folder / made.name)
+
+
+def _with_cmake(wanted: BuiltWheel, place: Path) -> Mapping[str, str]:
+    """Return the build's settings, with the files that CMake projects begin with in `place`."""
+    settings = dict(wanted.settings)
+    for number, (project, code) in enumerate(sorted(wanted.cmake.items())):
+        file = place / f"begin-{number}.cmake"
+        file.write_text(code, encoding="utf-8")
+        # Split by the build backend as a shell would.
+        more = shlex.quote(f"-DCMAKE_PROJECT_{project}_INCLUDE={file}")
+        settings["CMAKE_ARGS"] = f"{settings.get('CMAKE_ARGS', '')} {more}".strip()
+    return settings
 
 
 def _folder(wanted: BuiltWheel) -> Path:
@@ -160,6 +174,7 @@ _LIST_PACKAGES = (
 )
 
 _TAIL_LINES = 8
+_PIP_WARNING = ("WARNING: ", "DEPRECATION: ")
 
 
 def build(profile: Profile, folder: Path, python: Path, report: Report, exported: str = "") -> None:
@@ -257,7 +272,10 @@ def _disk_full(profile: Profile, folder: Path, found: str) -> PrerequisiteError:
 def _step(
     profile: Profile, log: Path, command: Sequence[str], report: Report, settings: Mapping[str, str]
 ) -> None:
-    """Run one command of a build; PrerequisiteError with the last lines of the log if it fails."""
+    """Run one command of a build; PrerequisiteError with the last lines of the log if it fails.
+
+    pip's warnings stay in the log: it repeats them for every package.
+    """
     try:
         code, tail = _run_logged(command, log, report, settings)
     except OSError as error:
@@ -279,6 +297,7 @@ def _run_logged(
     command: Sequence[str], log: Path, report: Report, settings: Mapping[str, str]
 ) -> tuple[int, deque[str]]:
     tail: deque[str] = deque(maxlen=_TAIL_LINES)
+    warnings = 0
     with (
         log.open("a", encoding="utf-8") as out,
         subprocess.Popen(
@@ -294,8 +313,13 @@ def _run_logged(
         for line in process.stdout or ():
             out.write(line)
             out.flush()
+            if "pip" in command and line.startswith(_PIP_WARNING):
+                warnings += 1
+                continue
             tail.append(line.rstrip())
             report(f"  {line.rstrip()}")
+    if warnings:
+        report(f"  {warnings} {'warning' if warnings == 1 else 'warnings'} of pip: {log}")
     return process.returncode, tail
 
 

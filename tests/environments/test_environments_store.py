@@ -155,6 +155,32 @@ def test_failing_pip_shows_its_last_lines_and_the_log(tiny, tmp_path):
     assert environments.check("tiny").state == "unfinished"
 
 
+SAYS = """
+for n in range(40):
+    print(f"Collecting package-{n}")
+    print(f"WARNING: Location 'file:///nowhere/package-{n}/' is ignored")
+print("  WARNING: of what pip runs")
+print("ERROR: package-40 is not to be had")
+raise SystemExit(3)
+"""
+
+
+@pytest.mark.parametrize("pip", [True, False])
+def test_warnings_of_pip_are_in_the_log_alone(tiny, tmp_path, pip):
+    lines, log = [], tmp_path / "tiny.log"
+    command = (sys.executable, "-I", "-c", SAYS, *(["pip"] if pip else []))
+    with pytest.raises(PrerequisiteError, match="package-40 is not to be had") as caught:
+        build._step(tiny(), log, command, lines.append, {})
+    assert log.read_text().count("\nWARNING: ") == 40
+    shown = [line for line in lines if line.startswith("  WARNING: ")]
+    assert len(shown) == (0 if pip else 40)
+    assert sum("Collecting" in line for line in lines) == 40
+    assert (f"  40 warnings of pip: {log}" in lines) is pip
+    # What went wrong is not pushed out of the last lines.
+    assert str(caught.value).count("Collecting") == (6 if pip else 3)
+    assert "    WARNING: of what pip runs" in lines
+
+
 def test_failing_probe_leaves_no_marker(tiny, monkeypatch):
     profile = tiny(probe="raise SystemExit('it does not work')")
     folder = pretend_ready(profile)

@@ -259,3 +259,26 @@ def test_compact_of_strided_contiguous_caches_of_every_dtype(sort, device):
             sort=sort,
         )
         work.check(sort)
+
+
+def uneven_layers(dim):
+    """Caches of three layers in one storage, whose steps differ from layer to layer."""
+    storage = torch.zeros(9, 4, 2, 3, dim)
+    return [storage[at] for at in (0, 2, 7)]
+
+
+def test_offsets_of_layers_are_copied_when_a_cache_is_described_not_in_a_step(monkeypatch):
+    """A graph that is being captured may not copy from the host, and a step may not wait for it."""
+    rows = PagedRows.of(uneven_layers(dim=8), "brhd")
+    step = 4 * 2 * 3 * 8 * 4
+    assert "layer_offsets" in vars(rows)
+    monkeypatch.setattr(torch, "tensor", lambda *_, **__: pytest.fail("copied in a step"))
+    for _ in range(2):
+        assert rows.layer_offsets.tolist() == [0, 2 * step, 7 * step]
+        assert rows.in_bytes[:2] == (rows.layers[0].data_ptr(), rows.layer_offsets.data_ptr())
+
+
+def test_layers_at_even_steps_need_no_offsets():
+    rows = PagedRows.of(uneven_layers(dim=8)[:2], "brhd")
+    assert (rows.layer_offsets, rows.in_bytes[1]) == (None, None)
+    assert rows.layer_step == 2 * 4 * 2 * 3 * 8 * 4

@@ -6,8 +6,7 @@ No GPU is needed. Memory is counted by PyTorch's profiler. In place of a GPU the
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,13 +16,12 @@ import pytest
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from agentbench_kv.engines.core.ledger import Eviction, EvictionOrder
 from agentbench_kv.engines.core.policy import BackendPolicy
 from agentbench_kv.engines.core.rings import AttentionSums, QueryBuffer, RingWrite, RowShape
 from agentbench_kv.engines.core.rows import Fed, PagedStore, WorkerRows
-from agentbench_kv.engines.core.transfers import to_device, used_here
+from agentbench_kv.engines.core.transfers import Arriving, to_device, used_here
 from agentbench_kv.engines.sglang.plugin.sessions import SglangSessions
 from agentbench_kv.engines.sglang.plugin.versions import Sglang0512
 from agentbench_kv.engines.sglang.plugin.worker import (
@@ -78,70 +76,6 @@ def test_an_event_takes_the_rows_of_one_layer_at_a_time(name: str) -> None:
     beside = 64 * LAYERS * HEADS * live
     assert took <= layer + beside < LAYERS * layer / 4
     assert name == "streamingllm" or took >= layer / 2, "keys must have been looked at"
-
-
-class Launched:
-    """Stands for compiled kernels on `meta`: results have their shapes, nobody waits."""
-
-    name = "launched"
-
-    def ring_write(self, ring: Tensor, rows: Tensor, slots: Tensor) -> None:
-        assert len(rows) == len(slots) <= len(ring)
-
-    def attention_mass(self, queries: Tensor, keys: Tensor, *_: Any) -> Tensor:
-        assert queries.shape[-1] == keys.shape[-1]
-        return torch.empty(keys.shape[:2], device=keys.device)
-
-    def select_top(self, scores: Tensor, budget: int, *_: Any) -> Tensor:
-        return torch.empty((*scores.shape[:-1], budget), dtype=torch.int64, device=scores.device)
-
-    def similarity_column_mean(self, keys: Tensor, _: float) -> Tensor:
-        return torch.empty(keys.shape[:2], device=keys.device)
-
-    def compact_paged(self, tensors: Any, table: Tensor, kept: Tensor, *_: Any) -> Tensor:
-        assert len(table) == len(kept)
-        assert len(tensors)
-        return torch.zeros((), dtype=torch.int64, device=kept.device)
-
-
-class NoCopies(TorchDispatchMode):
-    """Refuses copies between host and device, but for those of `to_device`."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func.overloadpacket in (torch.ops.aten._to_copy, torch.ops.aten.copy_):
-            places = {each.device.type for each in args if isinstance(each, Tensor)}
-            places.add(torch.device(kwargs.get("device") or args[0].device).type)
-            if len(places) > 1 and not called_by(to_device):
-                raise AssertionError(f"{func} between {places} waits for the device")
-        return func(*args, **kwargs)
-
-
-def called_by(function: Any) -> bool:
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is function.__code__:
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
-
-
-@pytest.fixture
-def no_waiting(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Make every wait for the device `meta` an error."""
-    made = torch.tensor
-
-    def tensor(*args: Any, **kwargs: Any) -> Tensor:
-        if torch.device(kwargs.get("device") or "cpu").type != "cpu":
-            raise AssertionError("torch.tensor(..., device=...) waits for the device: to_device")
-        return made(*args, **kwargs)
-
-    monkeypatch.setattr(dispatch, "active_backend", lambda _device="cpu": Launched())
-    for module in ("ops", "paged"):
-        monkeypatch.setattr(f"agentbench_kv.kernels.{module}.active_backend", lambda *_: Launched())
-    monkeypatch.setattr(torch, "tensor", tensor)
-    with NoCopies():
-        yield
 
 
 def meta_worker(method: Method, page: int) -> DeviceWorker:
@@ -251,6 +185,49 @@ def test_numbers_go_to_a_gpu_from_pinned_memory_without_waiting(
     monkeypatch.setattr(Tensor, "to", to)
     assert to_device([3, 4], torch.device("cuda", 0)).tolist() == [3, 4]
     assert done == ["pinned", ("cuda:0", {"non_blocking": True})]
+
+
+def test_a_number_comes_from_a_gpu_through_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    class Stream:
+        def __init__(self, device: torch.device) -> None:
+            self.device = device
+
+        def record_event(self) -> Any:
+            done.append(f"recorded on a stream of {self.device}")
+            return SimpleNamespace(synchronize=lambda: done.append("waited"))
+
+    class Pinned:
+        def copy_(self, _number: Any, **how: Any) -> None:
+            done.append(f"copied {how}")
+
+        def __int__(self) -> int:
+            done.append("read")
+            return 42
+
+    def empty_like(_like: Any, **how: Any) -> Any:
+        done.append(f"made {how}")
+        return Pinned()
+
+    monkeypatch.setattr(torch, "empty_like", empty_like)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    number = Arriving(OnGpuTensor())
+    sent = [
+        "made {'device': 'cpu', 'pin_memory': True}",
+        "copied {'non_blocking': True}",
+        "recorded on a stream of cuda:0",
+    ]
+    assert done == sent
+    assert int(number) == 42
+    assert done == [*sent, "waited", "read"]
+    assert [int(Arriving(held)) for held in (7, torch.tensor(8))] == [7, 8]
+
+
+class OnGpuTensor(Tensor):
+    """A tensor that says it is on a GPU."""
+
+    device = torch.device("cuda", 0)  # type: ignore[assignment]
 
 
 class OnGpu:

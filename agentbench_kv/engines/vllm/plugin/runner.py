@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, SupportsInt
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from agentbench_kv.engines.core.ledger import EvictionOrder, Rewind, RowsMoved, 
 from agentbench_kv.engines.core.policy import BackendPolicy, rope_frequencies
 from agentbench_kv.engines.core.rings import RowShape
 from agentbench_kv.engines.core.rows import Fed, RowStore, WorkerRows
-from agentbench_kv.engines.core.transfers import to_device
+from agentbench_kv.engines.core.transfers import Arriving, to_device
 from agentbench_kv.engines.vllm.plugin.attention import CAPTURE, LOGICAL, CapturingImpl
 from agentbench_kv.engines.vllm.plugin.blocks import PackedStore, paged_rows, paged_store
 from agentbench_kv.engines.vllm.plugin.launch import (
@@ -46,7 +46,7 @@ class EvictingRunner(BaseRunner):
 
     _kvbench_layers: list[Any]  # vLLM's attention layers that evict, in order
     _kvbench_rows: WorkerRows
-    _kvbench_moved: list[tuple[EvictionOrder, SupportsInt]]
+    _kvbench_moved: list[tuple[EvictionOrder, Arriving]]
 
     def profile_run(self, *args: Any, **kwargs: Any) -> None:
         """Take the memory of queries first, so that vLLM's cache takes what is left."""
@@ -70,6 +70,8 @@ class EvictingRunner(BaseRunner):
         found = self.compilation_config.static_forward_context
         names = self.kv_cache_config.kv_cache_groups[self._kvbench_group].layer_names
         self._kvbench_connect(policy, [found[name] for name in names])
+        if self.device.type != "cpu":
+            _ = self._kvbench_pages  # not in a step, as describing a cache may wait for the GPU
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """Run one step between what is due before it and what is due after it."""
@@ -107,7 +109,7 @@ class EvictingRunner(BaseRunner):
         if moved and hasattr(output, "sampled_token_ids"):
             # A copy: vLLM shares one empty output between steps.
             output = replace(output)
-            # vLLM has waited for the tokens: what was moved before them is known, too.
+            # vLLM has waited for the tokens: numbers that were sent before them are here, too.
             output.kvbench = [
                 RowsMoved(order.session, order.number, int(rows)) for order, rows in moved
             ]
@@ -155,7 +157,7 @@ class EvictingRunner(BaseRunner):
     def _kvbench_remove(self, order: EvictionOrder) -> None:
         store = self._kvbench_store(order.blocks, order.eviction.live)
         moved = self._kvbench_rows.remove(order, store)
-        self._kvbench_moved.append((order, moved))
+        self._kvbench_moved.append((order, Arriving(moved)))
 
     def _kvbench_shorten(self, request: str, order: EvictionOrder) -> None:
         """Forget the blocks a running request gave back."""
