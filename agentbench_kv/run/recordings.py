@@ -26,7 +26,7 @@ from agentbench_kv.errors import PrerequisiteError, UsageError
 from agentbench_kv.gateway import Gateway
 from agentbench_kv.gateway.client import InProcessClient
 from agentbench_kv.gateway.http import BackgroundServer
-from agentbench_kv.methods.base import Phase
+from agentbench_kv.methods.base import Method, Phase
 from agentbench_kv.methods.dropping.policy import DropMethod
 from agentbench_kv.methods.dropping.sidequest import SideQuestPrompted
 from agentbench_kv.phases.syntax import ToolSyntax
@@ -257,16 +257,18 @@ def record_file(
     model: str,
     limit: int | None = None,
     tool_syntax: str = "auto",
-    policy: DropMethod | None = None,
+    method: Method | None = None,
     context: int = 1 << 24,
 ) -> list[Recording]:
     """Read trajectories of any agent, one JSON object with `messages` and `tools` a line.
 
-    Their answers are written as the model's template and tool syntax write them. With a `policy`
-    that drops messages as text, every request is what a gateway would make of it; a UsageError for
-    one that no gateway could play ahead, and for a session beyond the `context`.
+    Their answers are written as the model's template and tool syntax write them. Under a
+    `method` that drops messages as text, every request is what a gateway would make of it; a
+    UsageError for one that no gateway could play ahead.
     """
-    refuse_unplayable(policy)
+    if method is not None:
+        refuse_unplayable(method)
+    policy = method if isinstance(method, DropMethod) else None
     engine = RecordingEngine(lambda _: [], model_path(model), context)
     limits: dict[str, Any] = {"tool_syntax": tool_syntax, "default_max_tokens": LONGEST_ANSWER}
     gateway = Gateway(engine, policy=policy, **limits)
@@ -282,23 +284,23 @@ def record_file(
     return found
 
 
-def refuse_unplayable(policy: DropMethod | None) -> None:
+def refuse_unplayable(method: Method) -> None:
     """Refuse a policy whose requests are not known before a model has answered."""
-    if policy is None:
+    if not isinstance(method, DropMethod):
         return
-    if policy.exec != "text":
+    if method.exec != "text":
         raise UsageError(
-            f"method {policy.label!r} with exec={policy.exec}: recorded messages are sent without "
+            f"method {method.label!r} with exec={method.exec}: recorded messages are sent without "
             "what is dropped, which is exec=text"
         )
-    if policy.foresees:
+    if method.foresees:
         raise UsageError(
-            f"method {policy.label!r} must know which results are needed later, and of recorded "
+            f"method {method.label!r} must know which results are needed later, and of recorded "
             "messages nobody does"
         )
-    if policy.summary_tokens or isinstance(policy, SideQuestPrompted):
+    if method.summary_tokens or isinstance(method, SideQuestPrompted):
         raise UsageError(
-            f"method {policy.label!r} asks the model what to drop, and recorded messages are "
+            f"method {method.label!r} asks the model what to drop, and recorded messages are "
             "planned before it has answered"
         )
 

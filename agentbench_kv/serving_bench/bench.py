@@ -26,8 +26,6 @@ from agentbench_kv.engines.serving.wire import read_model
 from agentbench_kv.errors import KVBenchError, PrerequisiteError, UsageError
 from agentbench_kv.gateway import open_gateway
 from agentbench_kv.gateway.http import BackgroundServer, ServerSettings
-from agentbench_kv.methods.base import Method
-from agentbench_kv.methods.dropping.policy import DropMethod
 from agentbench_kv.registry import load_engine, make_method, split_settings
 from agentbench_kv.results.store import run_id
 from agentbench_kv.run.calibration import calibrated, calibration_used
@@ -141,18 +139,27 @@ def rotated(arms: Sequence[ServingArm], repetition: int) -> list[ServingArm]:
 @contextmanager
 def _served(run: ServingRun, arm: ServingArm) -> Iterator[RunningServer]:
     """Start an arm's server; plan what it is sent, where its method drops messages."""
-    with serve_arm(run.plan, arm, run.at_once) as server:
-        method = make_method(arm.method or "full", arm.budget, arm.settings) if arm.drops else None
-        if isinstance(method, DropMethod) and run.messages is not None:
-            asked = (run.messages, run.plan.model, method, server.context or _ENDLESS)
-            server = replace(server, shortened=_shortened(*asked))
+    plan = run.plan
+    with serve_arm(plan, arm, run.at_once) as server:
+        if arm.drops and run.messages is not None:
+            made = (str(arm.method), arm.budget, tuple(arm.settings.items()))
+            asked = (run.messages, plan.model, server.context or _ENDLESS)
+            server = replace(server, shortened=_shortened(*asked, *made))
         yield server
 
 
 @lru_cache(maxsize=32)
-def _shortened(path: Path, model: str, method: DropMethod, context: int) -> tuple[Recording, ...]:
+def _shortened(
+    path: Path,
+    model: str,
+    context: int,
+    name: str,
+    budget: int | str | None,
+    settings: tuple[tuple[str, Any], ...],
+) -> tuple[Recording, ...]:
     """Return recorded messages as they are sent without what a method drops."""
-    return tuple(record_file(path, model, policy=method, context=context))
+    method = make_method(name, budget, dict(settings))
+    return tuple(record_file(path, model, method=method, context=context))
 
 
 def _measure(
@@ -271,7 +278,12 @@ def engine_arms(
         theirs = settings.keys() - {"offload"} if plain.compresses else plain.settings().keys()
         own = {key: value for key, value in settings.items() if key in theirs}
         method = make_method(name, budget, own)
-        _check_drops(method, messages=messages)
+        refuse_unplayable(method)
+        if method.messages and not messages:
+            raise UsageError(
+                f"method {method.label!r} drops messages, and these sessions are token ids; "
+                "name recorded messages: --trace FILE"
+            )
         check_pair(engine, cls, method)
         if kv_dtype or "offload" in method.settings():
             options = EngineOptions(model, method, device, dtype, kv_dtype=kv_dtype)
@@ -292,17 +304,6 @@ def engine_arms(
     if "offload" in settings and not any("offload" in arm.settings for arm in made.values()):
         raise UsageError("--set offload: only --method full@offload has it")
     return list(made.values())
-
-
-def _check_drops(method: Method, *, messages: bool) -> None:
-    """Refuse a method that drops messages where there are none, or what it drops is not known."""
-    if isinstance(method, DropMethod):
-        refuse_unplayable(method)
-        if not messages:
-            raise UsageError(
-                f"method {method.label!r} drops messages, and these sessions are token ids; "
-                "name recorded messages: --trace FILE"
-            )
 
 
 def trace_figures(trace: LoadTrace) -> TraceFigures:

@@ -16,6 +16,7 @@ from pydantic import BaseModel
 
 from agentbench_kv.results.papers import PublishedFigure, figures
 from agentbench_kv.results.stats import REPETITIONS, Median, median
+from agentbench_kv.results.tables.costs import runner_notes
 from agentbench_kv.results.tables.model import Cell, Column, Kind, Row, Table, Unit, slug
 from agentbench_kv.serving_bench.measurements import (
     LoadMeasurement,
@@ -86,6 +87,7 @@ class ArmFigures(BaseModel, frozen=True):
     ratios: dict[str, Median]  # output tokens/s over another arm's in the same repetition; by arm
     kv: dict[str, float]  # empty without accounting
     reasons: list[str]  # why it may not be ranked
+    model_runner: str = ""  # vLLM's, where the engine says it
     quality: Quality | None = None  # the arm's, at whatever load it was measured
 
 
@@ -149,6 +151,7 @@ def _arm_figures(
         kv=kv,
         reasons=_reasons(arm, runs),
         quality=quality,
+        model_runner=str(runs[0].server.get("model_runner", "")),
     )
 
 
@@ -391,6 +394,7 @@ def _notes(plan: ServingPlan, cells: Sequence[ArmFigures]) -> list[str]:
             "logical: tokens per layer and KV head; medians over sessions, and the mean over "
             "decoded tokens"
         )
+    notes += runner_notes((cell.arm, cell.model_runner) for cell in cells)
     if dropping := [arm.name for arm in plan.arms if arm.drops]:
         notes.append(
             f"{', '.join(dropping)}: the recorded messages without what the method drops; what "

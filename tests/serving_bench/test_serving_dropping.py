@@ -41,7 +41,7 @@ TOOLS = [
         "function": {"name": "look", "parameters": {"type": "object", "properties": {}}},
     }
 ]
-WHERE = {"dtype": "float32", "device": "cpu"}
+WHERE: dict[str, Any] = {"dtype": "float32", "device": "cpu"}
 
 
 def call(number: int) -> dict[str, Any]:
@@ -114,7 +114,7 @@ def test_the_third_request_is_the_history_with_the_first_result_cleared(
     (plain,) = record_file(wrote(tmp_path / "t.jsonl", said), "micro")
     first, second, third = whole_prompts(plain)
     budget = (len(second) + len(third)) // 2
-    (found,) = record_file(tmp_path / "t.jsonl", "micro", policy=policy(budget, keep="1"))
+    (found,) = record_file(tmp_path / "t.jsonl", "micro", method=policy(budget, keep="1"))
     assert [turn.keep is None for turn in found.turns] == [True, True, False]
     assert whole_prompts(found)[:2] == [first, second]
 
@@ -166,7 +166,7 @@ def test_requests_are_those_of_a_gateway_under_the_policy(
     said += [{"role": "user", "content": "And."}, {"role": "assistant", "content": "No."}]
     method = make_method(name, 600, settings)
     assert isinstance(method, DropMethod)
-    (found,) = record_file(wrote(tmp_path / "t.jsonl", said), "micro", policy=method)
+    (found,) = record_file(wrote(tmp_path / "t.jsonl", said), "micro", method=method)
     assert any(turn.keep is not None for turn in found.turns)
     # The embedded engine, as `kvbench run` drives it, with the same answers given.
     gateway = gateways(method)
@@ -197,7 +197,7 @@ def served(method: Method, recordings: Sequence[Recording], gateways: Any) -> An
 def test_what_is_read_again_is_counted_as_that(tmp_path: Path, gateways: Any) -> None:
     path = wrote(tmp_path / "t.jsonl", session(6), session(5))
     method = policy(600, keep="1")
-    plain, cleared = record_file(path, "micro"), record_file(path, "micro", policy=method)
+    plain, cleared = record_file(path, "micro"), record_file(path, "micro", method=method)
     full = served(make_method("full", None), plain, gateways)
     short = served(method, cleared, gateways)
     assert (full.errors, short.errors) == ({}, {})
@@ -246,7 +246,7 @@ def test_a_prompt_that_rewrites_history_needs_a_method_that_drops(
 
 def test_exact_calls_are_asked_of_what_is_left(tmp_path: Path, gateways: Any) -> None:
     path, method = wrote(tmp_path / "t.jsonl", session(6)), policy(600, keep="1")
-    cleared = record_file(path, "micro", policy=method)
+    cleared = record_file(path, "micro", method=method)
     engine = gateways(method).engine
     found = exact_calls(engine, cleared)
     assert (found.asked, found.events) == (6, sum(t.keep is not None for t in cleared[0].turns))

@@ -254,3 +254,28 @@ def test_the_papers_ratio_stands_beside_ours() -> None:
 def test_dummy_weights_are_told_in_every_table() -> None:
     assert all(DUMMY in table.notes for table in tables(weights="dummy"))
     assert not any(DUMMY in table.notes for table in tables())
+
+
+def test_vllms_model_runners_are_named_where_they_are_known() -> None:
+    ran = {"full": "V2", "agentkv 4096": "V1"}
+    changed = [
+        each.model_copy(update={"server": {"model_runner": ran[each.arm]}}) for each in measured()
+    ]
+    under_load, _ = summary_tables(summary(changed))
+    assert "vLLM's model runner, V2: full; V1: agentkv 4096" in under_load.notes
+    assert not any("runner" in note for note in tables()[0].notes)
+
+
+def test_an_arm_that_drops_messages_says_what_that_means() -> None:
+    arm = ServingArm(name="clear-tools", settings={"exec": "text", "trigger": "900"})
+    kv = {**KV, "recomputed": 300, "prefill_tokens": 1000}
+    changed = [
+        *[each for each in measured() if each.arm == "full"],
+        *[measurement("clear-tools", load, 0, 90.0, kv=kv) for load in ("c8", "c16")],
+    ]
+    under_load, _ = summary_tables(summary(changed, arms=[ARMS[0], arm]))
+    titles = [column.title for column in under_load.columns]
+    assert titles[-2:] == ["prefilled", "of them again"]
+    row = next(row for row in under_load.rows if row.cells[1].value == "clear-tools")
+    assert [each.value for each in row.cells[-2:]] == [1000, 300]
+    assert any(note.startswith("clear-tools: the recorded messages") for note in under_load.notes)

@@ -65,7 +65,24 @@ def _efficiency(setting: Setting, runs: Sequence[Run]) -> Table:
     what = "KV memory and traffic"
     asks = any(run.summary.asks for run in runs)
     legend = (*COSTS, *[AUXILIARY] * asks, *[SHARED] * _share(runs))
-    return setting_table(Kind.EFFICIENCY, what, setting, columns, rows, legend=legend)
+    notes = _runners(runs)
+    return setting_table(Kind.EFFICIENCY, what, setting, columns, rows, notes, legend)
+
+
+def runner_notes(runners: Iterable[tuple[str, object]]) -> list[str]:
+    """Return a line that names vLLM's model runner of each row, where one is known."""
+    by_name: dict[str, dict[str, None]] = {}
+    for label, runner in runners:
+        if runner:
+            by_name.setdefault(str(runner), {})[label] = None
+    said = "; ".join(f"{name}: {', '.join(labels)}" for name, labels in by_name.items())
+    return [f"vLLM's model runner, {said}"] if said else []
+
+
+def _runners(runs: Sequence[Run]) -> list[str]:
+    details = (run.info.provenance.get("engine_details") or {} for run in runs)
+    known = (each.get("model_runner") for each in details)
+    return runner_notes(zip(map(str, variants(runs)), known, strict=True))
 
 
 def _share(runs: Sequence[Run]) -> bool:
@@ -149,7 +166,7 @@ def _throughput(setting: Setting, runs: Sequence[Run]) -> Table:
     }
     rows = [Row(tuple(of(each) for of in figures.values()), each.first.reason) for each in repeats]
     what = "throughput and latency"
-    return setting_table(Kind.THROUGHPUT, what, setting, figures, rows, legend=SPEEDS)
+    return setting_table(Kind.THROUGHPUT, what, setting, figures, rows, _runners(runs), SPEEDS)
 
 
 def _middle(of: Value) -> Callable[[RunGroup], Cell]:
