@@ -59,9 +59,7 @@ def begin(engine: Any, name: str) -> None:
     engine.attach(name, "bank")
 
 
-def turned(
-    rows: Array, positions: NDArray[np.signedinteger[Any]], frequencies: Array
-) -> Array:
+def turned(rows: Array, positions: NDArray[np.signedinteger[Any]], frequencies: Array) -> Array:
     """RoPE from its definition: channel pairs (f, f + d/2) as complex numbers."""
     half = rows.shape[-1] // 2
     pairs = (rows[..., :half] + 1j * rows[..., half:]) * np.exp(
