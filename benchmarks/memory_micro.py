@@ -55,6 +55,8 @@ def arms() -> Iterator[tuple[str, str, dict[str, str]]]:
         chosen = {"block": str(block), "normalise": normalise, "aggregate": aggregate}
         name = f"{normalise}-{aggregate}, blocks of {block}"
         yield name, "memart", {"topk": str(rows // block), **chosen}
+    for rows in ROWS:
+        yield "one set for all layers", "memart", {"topk": str(rows // 16), "sets": "shared"}
 
 
 def row(name: str, run: Path) -> str:

@@ -128,7 +128,7 @@ def check_turns(evidence: RunEvidence) -> Checks:
             yield differs(place(key, "turns"), len(turns), record.usage.requests)
             continue
         recalled = _most_rows(evidence, record)
-        for name, said, of_turns in _sums(record, turns, exact):
+        for name, said, of_turns in _sums(record, turns, exact, evidence.passes):
             # A memory's rows are there before a session's first turn.
             more = recalled * (record.session_resets + 1) if name == "kv.restored" else 0
             derived = of_turns + more
@@ -140,16 +140,19 @@ def check_turns(evidence: RunEvidence) -> Checks:
 
 
 def _sums(
-    record: TrialRecord, turns: Sequence[TurnRecord], exact: bool
+    record: TrialRecord, turns: Sequence[TurnRecord], exact: bool, passes: int
 ) -> list[tuple[str, int, int]]:
-    """Return name, recorded value and derived value of what follows from the turns."""
+    """Return name, recorded value and derived value of what follows from the turns.
+
+    They read prompts in so many `passes`.
+    """
     names = _TOTALS | (_OWN_TOTALS if exact else {})
     found = [
         (name, attrgetter(name)(record), sum(getattr(turn, of) for turn in turns))
         for name, of in names.items()
     ]
     if exact:
-        longest = max(turn.prefill_tokens for turn in turns)
+        longest = max(turn.prefill_tokens for turn in turns) // passes
         found.append(("kv.longest_prefill", record.kv.longest_prefill, longest))
     return found
 
@@ -286,13 +289,14 @@ def check_accounts(evidence: RunEvidence) -> Checks:
         if engine in _LOCAL and record.kv.decode_tokens:
             yield from _check_bytes(key, record, per_token)
         if engine == "embedded" and not record.session_resets:
-            yield from _check_live(key, turns, _most_rows(evidence, record))
+            yield from _check_live(key, turns, _most_rows(evidence, record), evidence.passes)
 
 
 def _check_rows(evidence: RunEvidence, key: TrialKey, record: TrialRecord) -> Checks:
     """Check what holds for our own engines: no row is lost, every moved row is of an event."""
     kv = record.kv
-    yield from expect(place(key, "kv.recomputed"), kv.recomputed, 0)
+    again = kv.prefill_tokens * (evidence.passes - 1) // evidence.passes
+    yield from expect(place(key, "kv.recomputed"), kv.recomputed, again)
     if not kv.restored and key in evidence.transcripts:
         moved = sum(event.rows_moved for event in evidence.transcripts[key].events)
         yield from expect(place(key, "kv.rows_moved"), kv.rows_moved, moved)
@@ -302,7 +306,8 @@ def _check_limits(
     evidence: RunEvidence, key: TrialKey, record: TrialRecord, turns: Sequence[TurnRecord]
 ) -> Checks:
     recalled = _most_rows(evidence, record)
-    kv, whole = record.kv, record.session_resets == 0 and record.kv.recomputed == 0
+    kv, lost = record.kv, record.kv.recomputed > 0 and evidence.passes == 1
+    whole = record.session_resets == 0 and not lost
     seen = kv.prefill_tokens + kv.decode_tokens + kv.restored + kv.recomputed
     longest = max(turn.prompt_tokens + turn.output_tokens for turn in turns)
     held = recalled + (kv.logical if whole else max(kv.logical, longest))
@@ -313,7 +318,7 @@ def _check_limits(
         # What a method asks beside a session comes on top of it, by no more than it read and said.
         "peak_alone": min(held, kv.peak_live),
         "peak_live": min(held, kv.peak_alone or held) + kv.auxiliary_tokens,
-        "longest_prefill": max(turn.prefill_tokens for turn in turns),
+        "longest_prefill": max(turn.prefill_tokens // evidence.passes for turn in turns),
         "mean_decode_kv": kv.peak_live,
         "cached_tokens": kv.prefill_tokens,
         "shared": held - recalled,
@@ -361,15 +366,16 @@ def _check_bytes(key: TrialKey, record: TrialRecord, per_token: int | None) -> C
         yield Fault(place(key, "kv.bytes_read"), text)
 
 
-def _check_live(key: TrialKey, turns: Sequence[TurnRecord], held: int) -> Checks:
+def _check_live(key: TrialKey, turns: Sequence[TurnRecord], held: int, passes: int) -> Checks:
     """Check that a turn holds what it found, added and lost; the newest token waits to be fed.
 
-    `held` is what a session holds before its first turn.
+    `held` is what a session holds before its first turn, which reads prompts in so many `passes`.
     """
     for turn in turns:
         yield from expect(place(key, f"turn {turn.turn}: live_before"), turn.live_before, held)
         held = turn.live_after
-        added = turn.prefill_tokens + turn.output_tokens + turn.restored - turn.evicted
+        read = turn.prefill_tokens // passes
+        added = read + turn.output_tokens + turn.restored - turn.evicted
         expected = turn.live_before + added
         if not 0 <= expected - turn.live_after <= 1:
             field = place(key, f"turn {turn.turn}: live_after")

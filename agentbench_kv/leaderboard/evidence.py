@@ -19,6 +19,7 @@ import msgspec
 from pydantic import ValidationError
 
 from agentbench_kv.engines.base import Capability
+from agentbench_kv.engines.embedded.memory import memory_method
 from agentbench_kv.errors import KVBenchError, UsageError
 from agentbench_kv.registry import load_engine
 from agentbench_kv.results.files import file_sha
@@ -158,6 +159,11 @@ class RunEvidence:
             return Capability.MEMORY_BLOCKS.value in self.spec.built_method.needs
         except KVBenchError:  # a plug-in that is not here
             return False
+
+    @property
+    def passes(self) -> int:
+        """How often each prompt is read."""
+        return memory_method(self.spec.built_method).passes if self.keeps_banks else 1
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -70,6 +70,11 @@ class RecordedBanks:
         self._rows[bank] += tokens
         self._play(lambda model: model.memorise(session, bank, tokens))
 
+    @property
+    def passes(self) -> int:
+        """How often a prompt is read behind a bank."""
+        return self.method.passes
+
     def attach(self, session: str, bank: str) -> int:
         """Return how many rows a session gets."""
         self._play(lambda model: model.attach(session, bank))

@@ -63,7 +63,7 @@ from agentbench_kv.run.trial import (
 # What of an account follows from method, lengths and tokens alone, and from the tokens alone.
 DERIVED = (
     "peak_live", "logical", "events", "evicted", "bytes_read", "prefill_tokens", "longest_prefill",
-    "decode_tokens", "mean_decode_kv", "restored", "budget", "peak_bytes",
+    "decode_tokens", "mean_decode_kv", "restored", "recomputed", "budget", "peak_bytes",
 )  # fmt: skip
 _PROTECTION = ("protected", "refused", "refused_recent", "refused_budget")
 _COUNTED = ("logical", "prefill_tokens", "longest_prefill", "decode_tokens")
@@ -82,6 +82,7 @@ class _RecordedSession:
     labeller: base.PhaseLabeller
     ledger: SessionLedger
     taken: int = 0  # positions before its own, which a memory's rows have
+    passes: int = 1  # in which its prompts are read
     waiting: int = 0  # tokens the cache does not hold yet: a prompt, and what was generated last
     prompt: int = 0
 
@@ -169,7 +170,7 @@ class RecordedEngine(base.Engine):
         if self._banks is None:
             return super().attach(session, bank)
         state = self._sessions[session]
-        state.taken = self._banks.attach(session, bank)
+        state.taken, state.passes = self._banks.attach(session, bank), self._banks.passes
         return state.ledger.restore(state.taken)
 
     def recalled(self, session: str) -> NDArray[np.int64]:
@@ -206,7 +207,7 @@ class _RecordedGeneration(base.Generation):
 
     def __iter__(self) -> Iterator[int]:
         state = self.state
-        state.ledger.begin_turn(state.prompt)
+        state.ledger.begin_turn(state.prompt, state.passes)
         state.prompt = 0
         for count, token in enumerate(self.ids, start=1):
             if self.finish_reason is not None:

@@ -65,12 +65,13 @@ def logits_of(network: Any, tokens: list[int]) -> Tensor:
 
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
 @pytest.mark.parametrize("rope", ["raw", "last"])
+@pytest.mark.parametrize("sets", ["layer", "shared"])
 def test_with_all_blocks_it_is_the_whole_context(
-    family: str, rope: str, tiny_model: Any, make_engine: Any
+    family: str, rope: str, sets: str, tiny_model: Any, make_engine: Any
 ) -> None:
     network, rng, seen = tiny_model(family), random.Random(1), TraceRecorder()
     reference = deepcopy(network)
-    settings = {"topk": "100", "block": str(BLOCK), "retrieval_rope": rope}
+    settings = {"topk": "100", "block": str(BLOCK), "retrieval_rope": rope, "sets": sets}
     engine = make_engine(network, "memart", None, settings, recorder=seen)
     past, question = ids(rng, 61), ids(rng, 9)
     remember(engine, "bank", [past])
@@ -78,8 +79,9 @@ def test_with_all_blocks_it_is_the_whole_context(
     whole = logits_of(reference, past + question + answer)
     for position, found in seen.logits["s"].items():
         torch.testing.assert_close(found, whole[len(past) + position - 1], rtol=1e-4, atol=1e-4)
-    stats = engine.close("s")
-    assert (stats.restored, stats.prefill_tokens, stats.logical) == (61, 9, 29)
+    stats, again = engine.close("s"), 9 * (sets == "shared")
+    assert (stats.restored, stats.prefill_tokens, stats.logical) == (61, 9 + again, 29)
+    assert (stats.recomputed, stats.longest_prefill) == (again, 9)
     assert stats.peak_live == 61 + 9 + 19  # the newest token is not fed
     engine.shutdown()
 
@@ -203,9 +205,13 @@ def _queries(network: Any) -> dict[int, Tensor]:
     return found
 
 
-def test_forks_and_later_prompts_bring_back_their_own(tiny_model: Any, make_engine: Any) -> None:
+@pytest.mark.parametrize("sets", ["layer", "shared"])
+def test_forks_and_later_prompts_bring_back_their_own(
+    sets: str, tiny_model: Any, make_engine: Any
+) -> None:
     network, rng = tiny_model("qwen3"), random.Random(3)
-    engine = make_engine(network, "memart", None, {"topk": "2", "block": str(BLOCK)})
+    settings = {"topk": "2", "block": str(BLOCK), "sets": sets}
+    engine = make_engine(network, "memart", None, settings)
     remember(engine, "bank", [ids(rng, 50), ids(rng, 40)])
     first, second, other = ids(rng, 5), ids(rng, 6), ids(rng, 4)
     said = ask(engine, "alone", first, 4)
@@ -216,6 +222,8 @@ def test_forks_and_later_prompts_bring_back_their_own(tiny_model: Any, make_engi
     assert feed(engine, "s", second, 10) == alone, "a fork's prompt changed its source's memory"
     assert ask(engine, "again", first, 4) == said
     assert feed(engine, "again", other, 10) == twin
+    engine.rewind("again", 0)
+    assert feed(engine, "again", first, 4) == said, "rewound to its beginning it is as new"
     engine.shutdown()
 
 

@@ -41,6 +41,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "ranks": play(
             root / "runs", {"topk": "40", "block": "8", "normalise": "rr", "aggregate": "sum"}
         ),
+        "one set": play(root / "runs", {"topk": "24", "sets": "shared"}, banks),
     }
 
 
@@ -58,7 +59,7 @@ def evidence_of(path: Path) -> RunEvidence:
     return found
 
 
-@pytest.mark.parametrize("name", ["attention", "files", "random", "ranks"])
+@pytest.mark.parametrize("name", ["attention", "files", "random", "ranks", "one set"])
 def test_an_honest_run_is_re_scored_with_its_past_told(packed: Packed, name: str) -> None:
     verdict = validate(packed(name).folder)
     assert not verdict.findings, [str(each) for each in verdict.findings[:5]]
@@ -158,6 +159,28 @@ def fewer_rows(f: Any) -> None:
     f.cover(rename=True)
 
 
+def prompts_read_once(f: Any) -> None:
+    """Claim the tokens that a set for each layer's own would have read."""
+
+    def once(row: dict[str, Any]) -> None:
+        row["prefill_tokens"] //= 2
+
+    def half(row: dict[str, Any]) -> None:
+        once(row["kv"])
+        row["kv"]["recomputed"] = 0
+
+    f.trials(half)
+    f.turns(once)
+
+
+def one_set_as_layers_own(f: Any) -> None:
+    """Show what one set made of the task, as what layers' own ones did."""
+    prompts_read_once(f)
+    f.info(lambda info: info["spec"]["params"].pop("sets"))
+    f.info(lambda info: info["provenance"].update(changed_settings={"topk": 24}))
+    f.cover(rename=True)
+
+
 def rows_that_were_evicted(f: Any) -> None:
     f.trials(lambda row: row["kv"].update(evicted=64))
     f.turns(lambda row: row.update(evicted=64 if row["turn"] == 0 else 0))
@@ -184,6 +207,8 @@ FORGERIES = [
     ("attention", parts_that_were_lost, "metrics.ingest_failed: is 3, expected None"),
     ("attention", fewer_rows, ""),
     ("attention", rows_that_were_evicted, "kv.evicted: is 64"),
+    ("one set", prompts_read_once, "kv.recomputed: is 0, expected"),
+    ("one set", one_set_as_layers_own, f"{TOLD}: is another than was recorded"),
     ("attention", a_prompt_that_was_never_sent, "prompt_sha: is 'abab"),
 ]
 

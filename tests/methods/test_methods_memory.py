@@ -130,13 +130,54 @@ def test_settings_of_the_paper() -> None:
         assert tuple(found[name] for name in names) == wanted
 
 
+@pytest.mark.parametrize(
+    ("label", "topk"),
+    [("mem0", 100), ("mem0@llama", 100), ("mem0@qwen", 150),
+     ("graphiti", 20), ("graphiti@llama", 20), ("graphiti@qwen", 25)],
+)  # fmt: skip
+def test_presets_of_plain_memories(label: str, topk: int) -> None:
+    """MemArt's baselines: as many texts as the paper put before each model."""
+    found = make_method(label, None, {}).settings()
+    assert found == make_method(label.partition("@")[0], None, {"topk": str(topk)}).settings()
+    assert found["topk"] == topk
+
+
+def test_one_set_is_a_setting_of_new_runs_only() -> None:
+    assert "sets" not in make_method("memart", None, {}).settings()
+    assert make_method("memart", None, {"sets": "shared"}).settings()["sets"] == "shared"
+
+
+@pytest.mark.parametrize("aggregate", ["max", "sum"])
+@pytest.mark.parametrize("parts", [1, 3])
+def test_the_mean_over_layers(aggregate: str, parts: int) -> None:
+    """Of layers and of parts of a prompt, against numpy over all tokens at once."""
+    bank, source = filled([30, 17], 4), torch.Generator().manual_seed(parts)
+    queries = torch.randn((LAYERS, 2 * HEADS, 3 * parts, WIDTH), generator=source)
+    method = MemArt(block=4, sets="shared", aggregate=aggregate)
+    found = [
+        [method.relevance(part, bank.lows[layer], bank.highs[layer]) for part in own.split(3, 1)]
+        for layer, own in enumerate(queries)
+    ]
+    lows, highs = (each.double().numpy().repeat(2, 1) for each in (bank.lows, bank.highs))
+    asked = queries.double().numpy()[:, :, :, None]
+    scores = np.maximum(asked * lows[:, :, None], asked * highs[:, :, None]).sum(-1)
+    shares = np.exp(scores - scores.max(-1, keepdims=True))
+    shares = (shares / shares.sum(-1, keepdims=True)).mean(1)
+    whole = shares.max(1) if aggregate == "max" else shares.sum(1)
+    np.testing.assert_allclose(method.mean_relevance(found), whole.mean(0), rtol=1e-5)
+
+
+@pytest.mark.parametrize("sets", ["layer", "shared"])
 @pytest.mark.parametrize("lost", ["splice", "turn"])
-def test_the_suite_misses_no_broken_memory(lost: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = method_suite("memart")
+def test_the_suite_misses_no_broken_memory(
+    lost: str, sets: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memart = make_method("memart", None, {"sets": sets})
+    whole = method_suite(memart)
     assert all(result.ok for results in whole.values() for result in results), whole
     if lost == "splice":
         monkeypatch.setattr(SessionMemory, "splice", lambda *_: None)
     else:
         monkeypatch.setattr(memory, "rope_rotate", lambda *_, **__: None)
-    broken = method_suite("memart")
+    broken = method_suite(memart)
     assert not all(result.ok for results in broken.values() for result in results)

@@ -103,12 +103,14 @@ class SessionLedger:
         self.stats.shared = shared
         self._peak()
 
-    def begin_turn(self, tokens: int) -> None:
+    def begin_turn(self, tokens: int, passes: int = 1) -> None:
+        """Count a prompt's tokens, which are read so many times."""
         if self._lost:
             self.stats.recomputed += self._lost
             self._lost = 0
             self.stats.restarts.append((len(self.stats.events), tokens))
-        self.stats.prefill_tokens += tokens
+        self.stats.prefill_tokens += passes * tokens
+        self.stats.recomputed += (passes - 1) * tokens
         self.stats.longest_prefill = max(self.stats.longest_prefill, tokens)
         self._prefilling = tokens > 0
         self._prompt = self._prompt or tokens
@@ -137,6 +139,11 @@ class SessionLedger:
             in_windows = self._window_bytes()
             self.stats.bytes_read += self._held_bytes(self.live) + in_windows
             self.stats.window_bytes_read += in_windows
+
+    def read_again(self, rows: int) -> None:
+        """Go back before the last rows fed, which the next forwards bring again."""
+        self.fed -= rows
+        self.live -= rows
 
     def _window_bytes(self) -> int:
         if self._windows is None:

@@ -49,8 +49,9 @@ class PrefillRows:
     start: int
     end: int
     seen: SeenRows
-    # Splices a memory's rows into a layer, for these queries: see `SessionMemory.splice`.
-    splice: Callable[[int, Tensor], None] | None = None
+    unseen: int = 0  # first rows of the slot that nobody attends to
+    # Tells a memory of a layer's queries: see `SessionMemory.ask`.
+    ask: Callable[[int, Tensor], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -154,8 +155,8 @@ def _full_plan(sessions: Sequence[EmbeddedSession], rows: Sequence[int]) -> Cach
             start = end
             continue
         for session, n in group:
-            found = _prefill_rows(session.cache, start, n)
-            plan.prefills.append(replace(found, splice=_splice(session)))
+            found = _prefill_rows(session.cache, start, n, session.rows_unseen)
+            plan.prefills.append(replace(found, ask=_ask(session)))
             start += n
     return plan
 
@@ -164,11 +165,11 @@ def _recalls(session: EmbeddedSession) -> bool:
     return session.memory is not None and session.memory.due
 
 
-def _splice(session: EmbeddedSession) -> Callable[[int, Tensor], None] | None:
+def _ask(session: EmbeddedSession) -> Callable[[int, Tensor], None] | None:
     memory, cache, first = session.memory, session.cache, session.next_position
     if memory is None or not memory.due:
         return None
-    return lambda layer, queries: memory.splice(cache, layer, queries, first)
+    return lambda layer, queries: memory.ask(cache, layer, queries, first)
 
 
 def _window_plan(sessions: Sequence[EmbeddedSession], rows: Sequence[int]) -> CachePlan | None:
@@ -225,10 +226,12 @@ def _decode_group(
     return DecodeGroup(pool, rows, ids, places, first, last, rows_seen, prefixes)
 
 
-def _prefill_rows(cache: SessionCache | WindowCache, start: int, n: int) -> PrefillRows:
-    rows = cache.rows_with(n)
+def _prefill_rows(
+    cache: SessionCache | WindowCache, start: int, n: int, unseen: int = 0
+) -> PrefillRows:
+    rows = cache.rows_with(n) - unseen
     lengths = _ids([rows], cache.shape.device)
-    return PrefillRows(cache, start, start + n, SeenRows(lengths, rows, n, cache.window))
+    return PrefillRows(cache, start, start + n, SeenRows(lengths, rows, n, cache.window), unseen)
 
 
 def _ids(values: list[int], device: torch.device) -> Tensor:
@@ -270,9 +273,10 @@ def session_attention(
         output[rows] = _decode(place, group, q[:, rows], k[:, rows], v[:, rows], scaling, s_aux)
     for segment in plan.prefills:
         own = slice(segment.start, segment.end)
-        if segment.splice is not None:
-            segment.splice(place, q[:, own])
-        keys, values = segment.cache.write(place, k[:, own], v[:, own])
+        if segment.ask is not None:
+            segment.ask(place, q[:, own])
+        written = segment.cache.write(place, k[:, own], v[:, own])
+        keys, values = (rows[:, segment.unseen :] for rows in written)
         (output[own],) = attention(
             *(q[None, :, own], keys[None], values[None], segment.seen, scaling, s_aux),
             _before(place, [segment.cache.prefix]),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -28,15 +30,24 @@ def harvest(
 
 
 class SessionMemory:
-    """What a session brings back from a bank: as many rows in every layer, chosen in each."""
+    """What a session brings back from a bank: as many rows in every layer.
+
+    They are chosen in each layer as the prompt is read; or, the same in all, before: the prompt is
+    then fed once without any of the bank's rows, to find them.
+    """
 
     def __init__(self, method: MemArt, bank: MemoryBank, frequencies: Tensor) -> None:
         self.rows = method.rows_of(bank)
+        self.passes = method.passes
         self.due = False  # whether the next forward begins a prompt
+        self.looking = False  # or is part of the first of two passes
         self._method = method
         self._bank = bank
         self._frequencies = frequencies
         self._chosen: dict[int, Tensor] = {}  # by layer; a fork has the same one until its prompt
+        # Relevance by layer, and by the position of the first token that it is for.
+        self._found: defaultdict[int, dict[int, Tensor]] = defaultdict(dict)
+        self._blocks = 0  # of the bank when the prompt began
 
     def recalled(self) -> NDArray[np.int64]:
         """Return which of the bank's rows the last prompt brought back: [layers, rows]."""
@@ -46,24 +57,53 @@ class SessionMemory:
         rows: NDArray[np.int64] = torch.stack([chosen[layer] for layer in sorted(chosen)]).numpy()
         return rows
 
-    def splice(self, cache: SessionCache, layer: int, queries: Tensor, first: int) -> None:
-        """Put what a prompt brings back into the first rows of a layer, at positions from 0 on.
+    def begin(self) -> None:
+        """Take in that a prompt is about to be read."""
+        self.due, self.looking = True, self.passes > 1
+        self._blocks = self._bank.blocks
+        self._found = defaultdict(dict)
+
+    def ask(self, cache: SessionCache, layer: int, queries: Tensor, first: int) -> None:
+        """Find what a layer's queries need, or have it brought back.
 
         Queries [q_heads, n, head_dim] are post-RoPE, the first of them at position `first`.
         """
-        method, bank, turned = self._method, self._bank, cache.shape.interleaved
-        asked = queries.float().clone()
-        if method.retrieval_rope == "raw":
-            back = -torch.arange(first, first + asked.shape[1], device=asked.device)
-            rope_rotate(asked[None], back, self._frequencies, interleaved=turned)
-        relevance = method.relevance(asked, bank.lows[layer], bank.highs[layer])
-        chosen = method.choose(relevance, bank, self.rows)
-        self._chosen = {**self._chosen, layer: chosen}
-        keys, values = bank.gather(layer, chosen)
-        places = torch.arange(self.rows, device=asked.device)
+        if self.looking:
+            # A forward that failed may come again: the same entry.
+            self._found[layer][first] = self._relevance(cache, layer, queries, first)
+            return
+        if self.passes == 1:
+            relevance = self._relevance(cache, layer, queries, first)
+            chosen = self._method.choose(relevance, self._bank, self.rows)
+            self._chosen = {**self._chosen, layer: chosen}
+        self.splice(cache, layer)
+
+    def choose(self) -> None:
+        """Choose for all layers together what the prompt needs, all of which has been looked at."""
+        found = [list(parts.values()) for parts in self._found.values()]
+        chosen = self._method.choose(self._method.mean_relevance(found), self._bank, self.rows)
+        self._chosen = dict.fromkeys(self._found, chosen)
+        self.looking = False
+
+    def splice(self, cache: SessionCache, layer: int) -> None:
+        """Put what a prompt brings back into the first rows of a layer, at positions from 0 on."""
+        keys, values = self._bank.gather(layer, self._chosen[layer])
+        places = torch.arange(self.rows, device=keys.device)
+        turned = cache.shape.interleaved
         rope_rotate(keys[None], places, self._frequencies, interleaved=turned)
         cache.keys[layer, :, : self.rows] = keys.to(cache.shape.dtype)
         cache.values[layer, :, : self.rows] = values
+
+    def _relevance(self, cache: SessionCache, layer: int, queries: Tensor, first: int) -> Tensor:
+        """Score the blocks that the bank had when the prompt began: [blocks]."""
+        asked = queries.float().clone()
+        if self._method.retrieval_rope == "raw":
+            back = -torch.arange(first, first + asked.shape[1], device=asked.device)
+            rope_rotate(asked[None], back, self._frequencies, interleaved=cache.shape.interleaved)
+        lows, highs = (
+            each[layer, :, : self._blocks] for each in (self._bank.lows, self._bank.highs)
+        )
+        return self._method.relevance(asked, lows, highs)
 
 
 def memory_method(method: object) -> MemArt:

@@ -399,7 +399,7 @@ class EmbeddedScheduler:
         pools, sessions = self.pools, [generation.session for generation in batch]
         packed = pack(sessions, pools.queries, places, self._recorder, on_write(pools.kv_dtype))
         ends = list(accumulate(packed.rows))
-        ready = [not session.pending for session in packed.sessions]
+        ready = [session.all_taken for session in packed.sessions]
         generations = [by_session[id(session)] for session in packed.sessions]
         chosen = list(compress(generations, ready))
         wanted = [g.rows_wanted(e) for g, e in zip(chosen, compress(ends, ready), strict=True)]

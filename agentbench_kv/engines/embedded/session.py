@@ -99,6 +99,7 @@ class EmbeddedSession:
         self.reserved = 0  # rows it may come to hold, for the scheduler
         self.broken: BaseException | None = None
         self.memory: SessionMemory | None = None
+        self._to_look_at: list[tuple[int, Phase]] = []  # tokens that are read twice for it
         # Tokens and phases of the system message, until its rows are there; None: none is shared.
         self.prefix_key: bytes | None = None
         self.prefix_tokens = 0
@@ -150,9 +151,13 @@ class EmbeddedSession:
         self.ledger.restore(memory.rows)
 
     def begin_turn(self) -> None:
-        if self.memory is not None and self.prompt_pending:
-            self.memory.due = True
-        self.ledger.begin_turn(self.prompt_pending)
+        memory, passes = self.memory, 1
+        if memory is not None and self.prompt_pending:
+            memory.begin()
+            passes = memory.passes
+            if memory.looking:
+                self._to_look_at = list(self.pending)
+        self.ledger.begin_turn(self.prompt_pending, passes)
         self.prompt_pending = 0
 
     def name_prefix(self) -> None:
@@ -209,6 +214,16 @@ class EmbeddedSession:
         """RoPE positions before the session's own, which a memory's rows have."""
         return 0 if self.memory is None else self.memory.rows
 
+    @property
+    def rows_unseen(self) -> int:
+        """First rows that the next forward does not see: it is to find what comes there."""
+        return self.memory.rows if self.memory is not None and self.memory.looking else 0
+
+    @property
+    def all_taken(self) -> bool:
+        """Whether the next forward is fed the last of what the session was given."""
+        return not self.pending and not (self.memory is not None and self.memory.looking)
+
     def take(self, limit: int) -> None:
         """Make the next pending tokens the chunk, with room for their rows and queries."""
         rows = min(limit, len(self.pending))
@@ -228,7 +243,7 @@ class EmbeddedSession:
         if self.window is not None:
             self.window.advance(rows)
         form = self._pools.kv_dtype
-        if form is not None and form.residual and not self.pending:
+        if form is not None and form.residual and self.all_taken:
             # A prompt's parts see each other as computed.
             self._settled = settle(self.cache, form, self._settled)
         self.count_fed(rows)
@@ -239,8 +254,23 @@ class EmbeddedSession:
             )
         self.rope += range(self._next, self._next + rows)
         self._next += rows
-        if self.memory is not None:
+        if self.memory is None:
+            return
+        if not self.memory.looking:
             self.memory.due = False
+        elif not self.pending:
+            self.memory.choose()
+            self._read_again()
+
+    def _read_again(self) -> None:
+        """Go back to the beginning of what was fed to find what the session's memory has of it."""
+        rows = len(self._to_look_at)
+        self.cache.cut(self.cache.length - rows)
+        self.ledger.read_again(rows)
+        del self.rope[-rows:], self._phases[-rows:]
+        self._next -= rows
+        self.pending.extend(self._to_look_at)
+        self._to_look_at = []
 
     def count_fed(self, rows: int) -> None:
         """Count the rows of a forward; tokens of an answer as decodes, one by one."""
@@ -345,7 +375,7 @@ class EmbeddedSession:
         self._settled = (min(self._settled[0], length), min(self._settled[1], length))
         self.ledger.rewind(length, cache.length)
         del self.rope[length:], self._phases[length:]
-        before, self._next = self._next, max(self.rope, default=-1) + 1
+        before, self._next = self._next, max(self.rope, default=self.positions_taken - 1) + 1
         self._turn_window(self._next - (before - gone))
 
     def fork(self, name: str, labeller: PhaseLabeller) -> EmbeddedSession:

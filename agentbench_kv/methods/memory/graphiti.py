@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from agentbench_kv.methods.memory.plain import PlainMemory
 from agentbench_kv.params import param
@@ -21,6 +22,11 @@ class Graphiti(PlainMemory):
     summary: ClassVar[str] = "a graph of facts the model builds (graphiti, the open core of Zep)"
     source: ClassVar[str] = "Rasmussen et al. 2025; graphiti-core 0.31.1"
     environment: ClassVar[str] = "graphiti"
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "llama": {"topk": 20},
+        "qwen": {"topk": 25},
+    }
+    default_preset: ClassVar[str] = "llama"
 
     topk: int = param(20, "facts, and as many entities, that are put before a message", low=1)
     batch: int = param(1, "messages of an episode; 0 for a whole session", low=0)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from agentbench_kv.methods.memory.plain import PlainMemory
 
@@ -19,3 +20,8 @@ class Mem0(PlainMemory):
     summary: ClassVar[str] = "facts the model extracts, found by embeddings (Mem0, open source)"
     source: ClassVar[str] = "Chhikara et al. 2025; mem0ai 2.2.1"
     environment: ClassVar[str] = "mem0"
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "llama": {"topk": 100},
+        "qwen": {"topk": 150},
+    }
+    default_preset: ClassVar[str] = "llama"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -25,7 +25,8 @@ class MemArt(Memory):
     A block is scored by the largest dot product that a query may have with one of its keys, both
     before RoPE; scores are normalised over the blocks for each query, and a mean over heads. In
     every layer the best blocks take positions from 0 on, in their old order, and the session comes
-    behind them. Where the last of them does not fit, its first tokens do.
+    behind them. Where the last of them does not fit, its first tokens do. One set for all layers is
+    that of their mean relevance: the prompt is read once to find it, and again behind it.
     """
 
     name: ClassVar[str] = "memart"
@@ -45,6 +46,10 @@ class MemArt(Memory):
     )  # fmt: skip
     aggregate: str = param("max", "over the prompt's tokens", choices=("max", "sum"))
     scale: str = param("off", "scores divided by sqrt(head_dim)", choices=("off", "on"))
+    sets: str = param(
+        "layer", "blocks of each layer's own, or one set for all, found by reading prompts twice",
+        choices=("layer", "shared"), rare=True,
+    )  # fmt: skip
     pick: str = param(
         "attention", "control: blocks by chance, or the last ones, instead",
         choices=("attention", "random", "last"), rare=True,
@@ -56,6 +61,11 @@ class MemArt(Memory):
     @property
     def needs(self) -> frozenset[str]:
         return frozenset({"memory_blocks", "force"})
+
+    @property
+    def passes(self) -> int:
+        """How often a prompt is read; what controls pick is one set without reading it."""
+        return 2 if self.sets == "shared" and self.pick == "attention" else 1
 
     def rows_of(self, bank: MemoryBank) -> int:
         """Return how many rows of a bank come back, in every layer."""
@@ -79,8 +89,16 @@ class MemArt(Memory):
             self._normalised(aabb_score(part, lows, highs)).mean(0)
             for part in torch.split(queries, at_once, 1)
         ]
-        whole = torch.cat(found)
-        return whole.amax(0) if self.aggregate == "max" else whole.sum(0)
+        return self._aggregated(torch.cat(found))
+
+    def mean_relevance(self, layers: Sequence[Sequence[Tensor]]) -> Tensor:
+        """Return the mean over layers of what they say of the parts of a prompt: [blocks]."""
+        whole = [self._aggregated(torch.stack(list(parts))) for parts in layers]
+        return torch.stack(whole).mean(0)
+
+    def _aggregated(self, found: Tensor) -> Tensor:
+        """Aggregate over tokens, or over parts of which each has been: [n, blocks] -> [blocks]."""
+        return found.amax(0) if self.aggregate == "max" else found.sum(0)
 
     def _normalised(self, scores: Tensor) -> Tensor:
         if self.normalise == "softmax":
