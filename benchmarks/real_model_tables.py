@@ -434,9 +434,16 @@ def _ones(values: Mapping[str, float]) -> Counts:
     return {name: (value, 1.0) for name, value in values.items()}
 
 
-def predicts(path: Path, records: Path, figure: str) -> Iterator[str]:
-    """Yield how the probe scores of arms go with their divergence, by Spearman's correlation."""
-    scored = {key: probe_counts(own, 2) for key, own in probe_arms(path).items() if key[1]}
+def predicts(path: Path, records: Path, figure: str, without: Sequence[str] = ()) -> Iterator[str]:
+    """Yield how the probe scores of arms go with their divergence, by Spearman's correlation.
+
+    Over all arms, and of ranks within each budget: more budget is better for both anyway.
+    """
+    scored = {
+        key: probe_counts(own, 2)
+        for key, own in probe_arms(path).items()
+        if key[1] and not any(word in key[0] for word in without)
+    }
     played = {(a.method, a.budget): a.figures[figure] for a in all_arms(records) if a.budget}
     both = sorted(scored.keys() & played.keys())
     samples = sorted(set.intersection(*(set(scored[key]) for key in both)))
@@ -451,11 +458,13 @@ def predicts(path: Path, records: Path, figure: str) -> Iterator[str]:
     ]  # fmt: skip
     if len(pairs) < 3:
         return
-    told = estimate(pairs, lambda x, y: correlation(x, y, None))
-    yield (
-        f"Spearman of probe score and {figure}, {len(pairs)} arms, {len(samples)} and "
-        f"{len(sessions)} sessions: {told[0]:.2f} [{told[1]:.2f}, {told[2]:.2f}]"
-    )
+    for over, groups in ("all", None), ("those of a budget", [arm.budget for arm in pairs]):
+        told = estimate(pairs, partial(correlation, groups=groups))
+        yield (
+            f"Spearman of probe score and {figure}, {len(pairs)} arms, over {over}, "
+            f"{len(samples)} and {len(sessions)} sessions: "
+            f"{told[0]:.2f} [{told[1]:.2f}, {told[2]:.2f}]"
+        )
 
 
 def ends(path: Path) -> Iterator[str]:
@@ -551,7 +560,8 @@ def main() -> None:
     }  # fmt: skip
     print(*verbs[given.verb](), sep="\n")
     if given.against is not None:
-        print(*(row for f in figures for row in predicts(given.path, given.against, f)), sep="\n")
+        told = (predicts(given.path, given.against, f, given.without) for f in figures)
+        print(*chain.from_iterable(told), sep="\n")
     if given.plot is not None:
         plot(read(), given.plot, given.title)
 
