@@ -2,34 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from agentbench_kv.results.records import TrialRecord
 from agentbench_kv.results.store import RunReader
 
 # What a session's accounts must agree in.
 _FIGURES = ("events", "evicted", "peak_live", "prefill_tokens", "decode_tokens")
-_METHOD = ("method", "budget", "params")
+_METHOD = ("method", "budget")
 _OF_SPEC = ("model", "dtype", "calibration", "context_limit", "kv_dtype")
 
 
 def self_check(source: Path, arms: Sequence[RunReader]) -> list[str]:
     """Compare the arms that are the source run's own method with that run, a line each.
 
-    Every token must be the arm's best one, and the events the same. An arm of the run's method that
-    says nothing, because something else is not the same, is told with the reason; one by batches
-    may differ where two tokens are as good.
+    Every token must be the arm's best one, and the events the same. Where no arm of the run's
+    method and budget is the same in everything, each is told with the reason why it says nothing;
+    one by batches may differ where two tokens are as good.
     """
     own = RunReader(source)
     spec = own.info.spec
     recorded = {record.sample_id: record for record in own.trials() if record.trial == 0}
     lines = []
-    for arm in arms:
-        if any(arm.info.spec.get(name) != spec.get(name) for name in _METHOD):
-            continue
+    alike = [
+        arm for arm in arms if all(arm.info.spec.get(name) == spec.get(name) for name in _METHOD)
+    ]
+    same = [arm for arm in alike if not _settings_apart(arm.info.spec, spec)]
+    for arm in same or alike:
         apart = [name for name in _OF_SPEC if arm.info.spec.get(name) != spec.get(name)]
         why = [f"{name} is {arm.info.spec.get(name)}, there {spec.get(name)}" for name in apart]
+        why += _settings_apart(arm.info.spec, spec)
         if spec.get("engine") != "embedded":
             why = [f"the run is of engine {spec.get('engine')}"]
         elif spec.get("temperature"):
@@ -39,6 +43,16 @@ def self_check(source: Path, arms: Sequence[RunReader]) -> list[str]:
         else:
             lines.append(_told(recorded, arm))
     return lines
+
+
+def _settings_apart(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+    """Say in which settings of the method two specs differ."""
+    own, other = (spec.get("params") or {} for spec in (mine, theirs))
+    return [
+        f"{name} is {own.get(name, 'not set')}, there {other.get(name, 'not set')}"
+        for name in sorted(own.keys() | other.keys())
+        if own.get(name) != other.get(name)
+    ]
 
 
 def _told(recorded: dict[str, TrialRecord], arm: RunReader) -> str:

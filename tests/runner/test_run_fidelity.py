@@ -133,6 +133,13 @@ def test_a_run_that_is_not_what_it_says_fails_the_self_check(tmp_path: Path) -> 
     (run.path / "samples.jsonl").write_text(lines.replace('"events":', '"events":1'))
     result = call("fidelity", "--from", str(run.path), *common)
     assert "FAILED" in result.stderr
+    other = ("--out", str(tmp_path), *arm, "--set", "sinks=8")
+    stderr = call("fidelity", "--from", str(run.path), *other).stderr
+    assert "no self-check of streamingllm" in stderr
+    assert "sinks is 8, there 4" in stderr
+    both = ("--method", "streamingllm", "--method", "streamingllm,sinks=8", *arm[2:])
+    stderr = call("fidelity", "--from", str(run.path), "--out", str(tmp_path), *both).stderr
+    assert "no self-check" not in stderr  # one arm is the run's own
     assert "other events in recall-1k-0" in result.stderr
     # Another method on the same sessions is no self-check.
     other = ("--method", "random", "--budget", "256", "--out", str(tmp_path))
