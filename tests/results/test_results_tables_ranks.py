@@ -17,7 +17,7 @@ from agentbench_kv.results.ranking import LEAST_SAMPLES, Board, Entry
 from agentbench_kv.results.runs import SCORE, Setting, load_runs
 from agentbench_kv.results.stats import Scores, change, level
 from agentbench_kv.results.store import RunStore
-from agentbench_kv.results.tables.accuracy import _Page, _tables, accuracy_tables
+from agentbench_kv.results.tables.accuracy import BoardPage, _tables, accuracy_tables
 from agentbench_kv.results.tables.model import Mark
 
 TASK = {"task": "frames/test", "model": "m", "engine": "embedded", "seed": 0, "budget": None}
@@ -319,7 +319,7 @@ def false_claims(shape, tables):
     rng = np.random.default_rng(20)
     unmarked, differing = 0, 0
     for _ in range(tables):
-        scores, gaps = _tables(_Page(equal_board(rng, shape), False, ()))
+        scores, gaps = _tables(BoardPage(equal_board(rng, shape), False, ()))
         marked = [row.cells[2:] for row in scores.rows if row.cells[0].value != "full"]
         assert (len(marked), len(gaps.rows)) == (METHODS, METHODS)
         unmarked += any(cell.mark is None for row in marked for cell in row)
