@@ -39,6 +39,8 @@ def published_rows(
 ) -> list[Row]:
     """Return a board's rows, each followed by the published figures of its method and budgets."""
     known = headlines(board.setting.task, board.setting.model, board.metric)
+    if not known:
+        return list(rows)
     groups = [entry.group for entry in board.entries]
     methods = {group.label: group.method for group in groups}
     measured = {(group.method, group.budget) for group in groups if asked_all(group)}
