@@ -273,11 +273,7 @@ def engine_arms(
     for kv_dtype, (name, budget) in product(kv_dtypes, arms):
         if kv_dtype and name == "full-constrained":
             continue
-        plain = make_method(name, budget)
-        # Those of the methods with a budget, or an offload's size.
-        theirs = settings.keys() - {"offload"} if plain.compresses else plain.settings().keys()
-        own = {key: value for key, value in settings.items() if key in theirs}
-        method = make_method(name, budget, own)
+        method = make_method(name, budget, _own(name, budget, settings))
         refuse_unplayable(method)
         if method.messages and not messages:
             raise UsageError(
@@ -304,6 +300,13 @@ def engine_arms(
     if "offload" in settings and not any("offload" in arm.settings for arm in made.values()):
         raise UsageError("--set offload: only --method full@offload has it")
     return list(made.values())
+
+
+def _own(name: str, budget: Budget | None, settings: Mapping[str, str]) -> dict[str, str]:
+    """Return those settings that are for a method: with a budget, or an offload's size."""
+    plain = make_method(name, budget)
+    theirs = settings.keys() - {"offload"} if plain.compresses else plain.settings().keys()
+    return {key: value for key, value in settings.items() if key in theirs}
 
 
 def trace_figures(trace: LoadTrace) -> TraceFigures:
