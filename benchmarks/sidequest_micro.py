@@ -6,8 +6,9 @@
 `named` asks every model at each fourth request of the golden sessions of seed 0. A result is
 expired if no later call or answer uses it. Some of that nobody can know in advance: an item that is
 never shipped looks like one that will be. So recall is also given over what the depot's rules tell
-at that moment (`told`), and precision over what was never used again. `curve` draws live tokens at
-each request, the mean over a run's sessions that got so far.
+at that moment (`told`), which never ask how sessions went on; precision is over what was never used
+again. What it names wrongly is listed. `curve` draws live tokens at each request, the mean over a
+run's sessions that got so far.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ from agentbench_kv.training.sidequest.annotation import ExpiryQuestion, by_rule
 from agentbench_kv.training.sidequest.judge import answers
 from agentbench_kv.training.sidequest.rows import SideQuestRow
 
+Asked = tuple[SideQuestRow, list[set[int]]]  # a session, and what the rules tell at each question
+
 
 def told(episode: Episode, session: ChatSession, read: int) -> set[int]:
     """Return the results that the rules call stale after the user turns that are over by then."""
@@ -40,8 +43,8 @@ def told(episode: Episode, session: ChatSession, read: int) -> set[int]:
     return {c.number for c in cursors(episode, users - 1) if c.stale}
 
 
-def asked(task: str, limit: int, every: int) -> Iterator[tuple[SideQuestRow, set[int]]]:
-    """Yield the questions of golden sessions, and of each what the rules tell is expired."""
+def asked(task: str, limit: int, every: int) -> Iterator[Asked]:
+    """Yield golden sessions with their questions, and of each what the rules tell is expired."""
     profile = PROFILES[task.removeprefix("micro/")]
     questions: list[ExpiryQuestion] = []
 
@@ -51,35 +54,36 @@ def asked(task: str, limit: int, every: int) -> Iterator[tuple[SideQuestRow, set
 
     with gold_source(task, "micro", limit, {}) as source:
         for row in trace_rows(source, every, annotate, 0, TraceCounts()):
-            if row.kind == "main":
-                episode = generate(int(row.sample.rpartition("-")[2]), profile)
-                continue
-            question = questions[-1]  # a row is written as soon as it is annotated
-            known = told(episode, question.session, question.read)
-            yield row, known & {use.cursor for use in question.open}
+            episode = generate(int(row.sample.rpartition("-")[2]), profile)
+            own = [q for q in questions if q.session.id == row.sample]
+            known = [told(episode, q.session, q.read) & {use.cursor for use in q.open} for q in own]
+            yield row, known
 
 
 def named(models: list[str], task: str, limit: int, every: int) -> None:
     rows = list(asked(task, limit, every))
     codec = TokenCodec(load_tokenizer(model_path("micro")))
     ends = {int(codec.tokenizer.eos_token_id)}
-    print(f"{task}, {len({row.sample for row, _ in rows})} sessions, {len(rows)} questions\n")
+    print(f"{task}, {len(rows)} sessions, {sum(len(row.forks) for row, _ in rows)} questions\n")
     print("| model | told and named | expired and named | named and expired | unreadable |")
     print("|---|---|---|---|--:|")
     for model in models:
         network = AutoModelForCausalLM.from_pretrained(model_path(model)).eval()
         parts: dict[str, dict[str, tuple[float, float]]] = defaultdict(dict)
-        unreadable = 0
+        unreadable, wrong = 0, []
         said = answers(network, [row for row, _ in rows], codec.decode, ends)
-        for (row, known), cursors_named in zip(rows, said, strict=True):
-            unreadable += cursors_named is None
-            found = set(cursors_named or ()) & set(row.open)
-            wanted = {"told": known, "expired": set(row.expired)}
-            for name, truth in wanted.items():
-                _add(parts[name], row.sample, len(found & truth), len(truth))
-            _add(parts["right"], row.sample, len(found & wanted["expired"]), len(found))
+        for row, known in rows:
+            for fork, rules in zip(row.forks, known, strict=True):
+                cursors_named = next(said)
+                unreadable += cursors_named is None
+                found, over = set(cursors_named or ()) & set(fork.open), set(fork.expired)
+                for name, truth in {"told": rules, "expired": over}.items():
+                    _add(parts[name], row.sample, len(found & truth), len(truth))
+                _add(parts["right"], row.sample, len(found & over), len(found))
+                wrong += [f"{row.sample}@{fork.at}: {cursor}" for cursor in sorted(found - over)]
         cells = [_share(parts[name]) for name in ("told", "expired", "right")]
         print(f"| {Path(model).parent.name or model} | {' | '.join(cells)} | {unreadable} |")
+        print(f"\nnamed and needed later: {', '.join(wrong) or 'none'}\n")
 
 
 def _add(counts: dict[str, tuple[float, float]], sample: str, right: int, of: int) -> None:

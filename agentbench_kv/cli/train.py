@@ -34,7 +34,7 @@ def train() -> None:
 )
 @opt.option("--rank", "Of the adapter.", opt.POSITIVE, default=8)
 @opt.option("--alpha", "Of the adapter.", opt.POSITIVE, default=16)
-@opt.option("--epochs", "Times that every row comes.", opt.POSITIVE, default=3)
+@opt.option("--epochs", "Times that every session comes.", opt.POSITIVE, default=3)
 @opt.option(
     "--lr",
     "Learning rate at the beginning; it falls to zero.",
@@ -42,8 +42,7 @@ def train() -> None:
     default=2e-4,
 )
 @opt.option("--distill", "Weight of the main traces' loss.", click.FloatRange(min=0), default=500.0)
-@opt.option("--main-repeats", "Times that a main row comes in an epoch.", opt.POSITIVE, default=3)
-@opt.option("--batch", "Rows in a step.", opt.POSITIVE, default=8)
+@opt.option("--batch", "Sessions in a step.", opt.POSITIVE, default=8)
 @opt.option(
     "--seed", "Of golden samples, weights, order, and the cursors that are closed.", int, default=0
 )
@@ -66,7 +65,7 @@ def sidequest(out: Path, quiet: bool, pairs: tuple[str, ...], **asked: Any) -> N
     from agentbench_kv.training.sidequest.tune import TuneOptions
 
     tuning = (
-        "rank", "alpha", "epochs", "lr", "distill", "main_repeats", "batch", "seed", "dtype",
+        "rank", "alpha", "epochs", "lr", "distill", "batch", "seed", "dtype",
         "device",
     )  # fmt: skip
     request = TrainingRequest(

@@ -31,7 +31,7 @@ from agentbench_kv.training.sidequest.tune import StepReport, TuneOptions, Tuner
 
 ROWS, DATA_CARD = "data.jsonl", "data.json"
 _FULL = ("full", "full-constrained")
-_MOST_JUDGED = 100  # held-out questions
+_MOST_JUDGED = 20  # sessions held out
 Report = Callable[[StepReport | str], None]
 
 
@@ -61,7 +61,7 @@ def train_sidequest(request: TrainingRequest, out: Path, report: Report) -> list
     tuner = Tuner(base, rows, card["sha"], request.options, out)
     tuner.resume()
     report(f"{_told(card)}; {tuner.steps} steps, from {tuner.step}")
-    asked = [row for row in rows if row.held_out and row.kind == "auxiliary"][:_MOST_JUDGED]
+    asked = [row for row in rows if row.held_out][:_MOST_JUDGED]
     codec = TokenCodec(load_tokenizer(base))
     ends = {int(codec.tokenizer.eos_token_id)}
 
@@ -98,9 +98,8 @@ def _data(
     with ExitStack() as stack:
         for source in _sources(request, stack):
             for row in trace_rows(source, request.every, annotate, request.options.seed, counts):
-                if row.kind == "main":
-                    report(f"{counts.played} traces played, {counts.wrong} wrong; {row.sample}")
                 rows.append(row)
+                report(f"{len(rows)} of {counts.played} traces played again; {row.sample}")
     if not rows:
         raise UsageError(
             f"of {counts.played} traces {counts.wrong} are wrong and {counts.without_results} hold "
@@ -161,8 +160,9 @@ def _annotator(asked: str) -> Annotator:
 
 def _told(card: Mapping[str, Any]) -> str:
     return (
-        f"{card['main_rows']} right traces of {card['played']}, {card['auxiliary_rows']} questions "
-        f"about {card['open_cursors']} open results, {card['expired_cursors']} of them expired"
+        f"{card['sessions']} right traces of {card['played']}, {card['questions']} questions about "
+        f"{card['open_cursors']} open results, {card['expired_cursors']} of them expired "
+        f"({card['told_cursors']} as far as can be told)"
     )
 
 
@@ -189,11 +189,13 @@ def _curve(out: Path) -> list[str]:
 def _verdict_lines(verdicts: Mapping[str, Mapping[str, Any]]) -> list[str]:
     lines = []
     for name, found in verdicts.items():
-        recall, precision = (
-            "-" if found[key] is None else f"{found[key]:.1%}" for key in ("recall", "precision")
+        recall, told, precision = (
+            "-" if found[key] is None else f"{found[key]:.1%}"
+            for key in ("recall", "told_recall", "precision")
         )
         lines.append(
             f"{name}: of {found['questions']} held-out questions {found['exact']} exact, "
-            f"{found['unreadable']} unreadable; expired results named {recall}, rightly {precision}"
+            f"{found['unreadable']} unreadable; expired results named {recall}, of those that can "
+            f"be told {told}, rightly {precision}"
         )
     return lines

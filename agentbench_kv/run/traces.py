@@ -9,8 +9,9 @@ the question, the rows that have left.
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,14 @@ from agentbench_kv.run.recordings import (
 )
 from agentbench_kv.run.trial import Attempt, TrialSetup, play_session
 from agentbench_kv.training.sidequest.annotation import Annotator, ExpiryQuestion, verdict
-from agentbench_kv.training.sidequest.hindsight import CursorUse, cursor_uses, expired
-from agentbench_kv.training.sidequest.rows import SideQuestRow
+from agentbench_kv.training.sidequest.hindsight import (
+    CursorUse,
+    Habit,
+    awaited,
+    cursor_uses,
+    told,
+)
+from agentbench_kv.training.sidequest.rows import SideQuestFork, SideQuestRow, held_out
 
 
 @dataclass
@@ -47,7 +54,7 @@ class TraceCounts:
 
 
 class TraceEngine(RecordingEngine):
-    """Answers with given ids; its forks are asked for expired cursors, and leave a row each."""
+    """Answers with given ids; its forks are asked for expired cursors."""
 
     capabilities = RecordingEngine.capabilities | {Capability.FORK, Capability.EVICT_SPANS}
 
@@ -59,27 +66,24 @@ class TraceEngine(RecordingEngine):
     ) -> None:
         super().__init__(answers, tokenizer_path, 1 << 24)
         self._ask = ask
-        self._gone: dict[str, set[int]] = {}
         self._asked: dict[str, int] = {}  # fork -> the request of its session that it is asked at
-        self.asked: list[tuple[int, list[int], list[int]]] = []  # request, ids, positions
+        self.asked: list[tuple[int, list[int]]] = []  # request, ids of the session and the question
+        self.left: list[tuple[int, int, int]] = []  # begin, end, the session's tokens at that time
 
     def fork(self, session: str, new: str, labeller: PhaseLabeller) -> None:
         super().fork(session, new, labeller)
-        self._gone[new] = set(self._gone.get(session, ()))
         self._asked[new] = len(self._begins[session]) + 1
 
     def evict_spans(self, session: str, spans: Sequence[SpanRange]) -> int:
-        gone = self._gone.setdefault(session, set())
-        before = len(gone)
-        gone.update(at for begin, end in spans for at in range(begin, end))
-        return len(gone) - before
+        length = len(self._states[session].tokens)
+        self.left += [(begin, end, length) for begin, end in spans]
+        return sum(end - begin for begin, end in spans)
 
     def generate(self, session: str, sampling: Sampling) -> Generation:
         if session not in self._asked:
             return super().generate(session, sampling)
         state, request = self._sessions[session], self._asked[session]
-        left = [at for at in range(len(state.tokens)) if at not in self._gone[session]]
-        self.asked.append((request, [state.tokens[at] for at in left], left))
+        self.asked.append((request, list(state.tokens)))
         return ScriptedGeneration(state, self._ask(request), sampling, LONGEST_ANSWER)
 
     def whole(self, session: str) -> tuple[list[int], list[bool]]:
@@ -97,6 +101,7 @@ class _Hindsight:
 
     session: ChatSession
     uses: list[CursorUse]
+    habits: frozenset[Habit]
     lots: random.Random
     closed: set[int] = field(default_factory=set)
     asked: dict[int, ExpiryQuestion] = field(default_factory=dict)  # by request
@@ -105,39 +110,58 @@ class _Hindsight:
         left = [
             use for use in self.uses if use.brought <= request and use.cursor not in self.closed
         ]
-        gone = expired(left, request)
-        read = self.session.answers[request - 1]
-        found = ExpiryQuestion(self.session, read, tuple(left), tuple(sorted(gone)))
+        gone = told(left, request, self.habits)
+        found = ExpiryQuestion(
+            self.session, request, tuple(left), tuple(sorted(gone)), self._calls_left()
+        )
         self.asked[request] = found
         return found
 
     def close_some(self, question: ExpiryQuestion) -> tuple[int, ...]:
-        """Draw which of the expired cursors are closed now (line 17); the rest stay open."""
-        count = self.lots.randint(0, len(question.expired))
-        drawn = self.lots.sample(question.expired, count)
+        """Draw how many of the cursors to name are closed now (line 17); the rest stay open.
+
+        Those are closed that expired first, as a model would have closed them: what shows that a
+        result was used leaves after it.
+        """
+        count = self.lots.randint(0, len(question.told))
+        order = sorted((use.last, use.cursor) for use in question.open)
+        drawn = [cursor for _, cursor in order if cursor in question.told][:count]
         self.closed.update(drawn)
         return tuple(sorted(drawn))
+
+    def _calls_left(self) -> frozenset[int]:
+        """Return the answers whose calls have left, all their results being closed."""
+        results: dict[int, list[int]] = defaultdict(list)
+        for use in self.uses:
+            if use.call:
+                results[use.call.message].append(use.cursor)
+        gone = {message for message, cursors in results.items() if self.closed.issuperset(cursors)}
+        answers = enumerate(self.session.answers, start=1)
+        return frozenset(number for number, message in answers if message in gone)
 
 
 def trace_rows(
     source: AnswerSource, every: int, annotate: Annotator, seed: int, counts: TraceCounts
 ) -> Iterator[SideQuestRow]:
-    """Yield the rows of every trace whose answer is right, its main row first.
+    """Yield the row of every trace whose answer is right.
 
     `every` is how many requests lie between two questions; `seed` draws which cursors are closed.
     """
+    traces = {}
     for sample in source.samples:
         counts.played += 1
         session = _right_session(source, sample)
-        if session is None:
-            counts.wrong += 1
-            continue
-        uses = cursor_uses(session)
-        if not uses:
-            counts.without_results += 1
-            continue
-        lots = random.Random(f"{seed}/{sample.id}")
-        yield from _rows(source, sample, _Hindsight(session, uses, lots), every, annotate)
+        uses = cursor_uses(session) if session else []
+        counts.wrong += session is None
+        counts.without_results += session is not None and not uses
+        if session and uses:
+            traces[sample.id] = (session, uses)
+    habits = awaited(uses for name, (_, uses) in traces.items() if not held_out(name))
+    for sample in source.samples:
+        if sample.id in traces:
+            lots = random.Random(f"{seed}/{sample.id}")
+            hindsight = _Hindsight(*traces[sample.id], habits, lots)
+            yield _row(source, sample, hindsight, every, annotate)
 
 
 class HearingGateway(Gateway):
@@ -164,36 +188,36 @@ def _right_session(source: AnswerSource, sample: Sample) -> ChatSession | None:
     return ChatSession(sample.id, gateway.messages, gateway.tools)
 
 
-def _rows(
+def _row(
     source: AnswerSource, sample: Sample, hindsight: _Hindsight, every: int, annotate: Annotator
-) -> Iterator[SideQuestRow]:
+) -> SideQuestRow:
     def answer(reasoning: str, command: str) -> list[int]:
         return gateway.written(_message(gateway, reasoning, command))
 
     def closes(request: int) -> list[int]:
-        question = hindsight.question(request)
-        return answer("", verdict(replace(question, expired=hindsight.close_some(question))))
+        return answer("", verdict(hindsight.close_some(hindsight.question(request))))
 
     engine = TraceEngine(source.answers, model_path(source.model), closes)
     policy = SideQuest(fork_every=every, fork_tokens=LONGEST_ANSWER)
     gateway = Gateway(engine, policy=policy, **_how(source))
     attempt = _play(source, sample, engine, gateway)
     ids, answered = engine.whole(attempt.report.session)
-    yield SideQuestRow("main", sample.id, ids, list(range(len(ids))), answered)
-    for request, ids, positions in engine.asked:
+    forks = []
+    for request, read in engine.asked:
         if request == len(hindsight.session.answers):
             continue  # nobody waits for what is asked at the last one
-        asked, begin = hindsight.asked[request], positions[-1] + 1
-        learnt = answer(annotate(asked), verdict(asked))
-        yield SideQuestRow(
-            "auxiliary",
-            sample.id,
-            [*ids, *learnt],
-            [*positions, *range(begin, begin + len(learnt))],
-            [False] * len(ids) + [True] * len(learnt),
-            [use.cursor for use in asked.open],
-            list(asked.expired),
-        )
+        asked, at = hindsight.asked[request], _common(ids, read)
+        learnt = answer(annotate(asked), verdict(asked.told))
+        cursors = [use.cursor for use in asked.open]
+        fork = (at, [*read[at:], *learnt], len(read) - at)
+        forks.append(SideQuestFork(*fork, cursors, list(asked.expired), list(asked.told)))
+    return SideQuestRow(sample.id, ids, answered, engine.left, forks)
+
+
+def _common(ids: Sequence[int], others: Sequence[int]) -> int:
+    """Return how many ids are the same at the beginning."""
+    pairs = enumerate(zip(ids, others, strict=False))
+    return next((at for at, (one, other) in pairs if one != other), min(len(ids), len(others)))
 
 
 def _message(gateway: Gateway, reasoning: str, command: str) -> dict[str, str]:

@@ -33,7 +33,7 @@ def test_train_then_run(kvbench: Callable[..., Any], tmp_path: Path) -> None:
     assert "loss of answers" in done.stdout
     card = json.loads((out / "data.json").read_text())
     assert card["sha"] == rows_sha(out / "data.jsonl")
-    assert card["main_rows"] == 12
+    assert card["sessions"] == 12
     run = ["run", "--task", TASK, "--limit", "1", "--out", str(tmp_path / "runs")]
     trained = [*run, "--model", str(out / "model"), "--limit", "12"]
     played = kvbench(*trained, "--method", "sidequest", "--seed", "1", "--limit", "1")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from agentbench_kv.adapters.micro.episode import TRIGGER as MICRO_TRIGGER
-from agentbench_kv.adapters.probe.session import ChatSession
+from agentbench_kv.adapters.probe.session import ChatSession, ToolUse
 from agentbench_kv.engines.embedded.model import model_path
 from agentbench_kv.errors import UsageError
 from agentbench_kv.gateway.cursors import named_cursors
@@ -24,12 +25,22 @@ from agentbench_kv.methods.dropping.sidequest import TRIGGER
 from agentbench_kv.phases.tokens import TokenCodec, load_tokenizer
 from agentbench_kv.run.recordings import gold_source
 from agentbench_kv.run.traces import TraceCounts, trace_rows
-from agentbench_kv.training.sidequest.annotation import by_rule
-from agentbench_kv.training.sidequest.hindsight import cursor_uses, expired
-from agentbench_kv.training.sidequest.judge import CursorVerdict, judge
+from agentbench_kv.training.sidequest.annotation import ExpiryQuestion, by_rule
+from agentbench_kv.training.sidequest.hindsight import (
+    CursorUse,
+    Use,
+    awaited,
+    cursor_uses,
+    expired,
+    told,
+)
+from agentbench_kv.training.sidequest.judge import CursorVerdict, _cache_name, judge
+from agentbench_kv.training.sidequest.layout import lay_out
 from agentbench_kv.training.sidequest.rows import (
+    SideQuestFork,
     SideQuestRow,
     count_rows,
+    held_out,
     read_rows,
     write_rows,
 )
@@ -39,7 +50,7 @@ pytest.importorskip("peft", reason='peft is not installed: pip install "agentben
 
 TASK = "micro/recall-1k"
 MICRO = model_path("micro")
-SMALL = TuneOptions(epochs=1, batch=4, lr=1e-2)
+SMALL = TuneOptions(epochs=1, batch=1, lr=1e-2)
 
 
 def call(name: str, **arguments: Any) -> dict[str, Any]:
@@ -70,6 +81,9 @@ def test_a_result_is_used_as_long_as_its_words_or_its_cursor_are_named() -> None
         (0, 2, 4), (1, 3, 5), (2, 4, 4), (3, 5, 5)
     ]  # fmt: skip
     assert [use.call.name for use in uses if use.call] == ["search", "price", "look", "book"]
+    assert [[(u.answer, u.tool) for u in use.uses] for use in uses] == [
+        [(2, "price"), (3, "look"), (4, "book")], [(5, "")], [], [(5, "")]
+    ]  # fmt: skip
     assert [expired(uses, request) for request in range(1, 7)] == [
         set(), set(), set(), set(), {0, 2}, {0, 1, 2, 3}
     ]  # fmt: skip
@@ -123,6 +137,58 @@ def test_last_uses_equal_their_definition(turns: list[tuple[str, list[str]]]) ->
             assert uses[at].last == max([later[0], *using])
 
 
+def used(cursor: int, tool: str, brought: int, *answers: int) -> CursorUse:
+    """Make a result of a tool that calls of `take` use."""
+    made = ToolUse(tool, {}, message=0, result=1)
+    return CursorUse(cursor, 1, brought, tuple(Use(answer, "take") for answer in answers), made)
+
+
+def test_what_is_mostly_used_later_cannot_be_told_to_be_expired() -> None:
+    # A key is used again and again, a parcel once if at all, a receipt never.
+    usual = [used(0, "key", 1, 3, 5), used(1, "parcel", 2, 5), used(2, "receipt", 4)]
+    never = [used(0, "key", 1, 3, 6, 7), used(1, "parcel", 2), used(2, "receipt", 3)]
+    habits = awaited([usual, usual, never])
+    assert habits == {("key", False), ("key", True), ("parcel", False)}
+    assert [told(usual, request, habits) for request in range(1, 8)] == [
+        set(), set(), set(), set(), {2}, {1, 2}, {1, 2}
+    ]  # fmt: skip
+    # What nobody can know by then is not told: not the last use of the key, nor the parcel's fate.
+    assert (expired(never, 8), told(never, 8, habits)) == ({0, 1, 2}, {2})
+    assert told(never, 8, frozenset()) == {0, 1, 2}
+    assert awaited([]) == frozenset()
+
+
+WORDS_OF_RESULTS = ('{"cursor": 0, "port": "bag/timu", "log": "x"}', "[cursor 1] so 3.5 it is", "!")
+
+
+def test_reasoning_by_rule_is_what_the_answer_follows_from() -> None:
+    messages = [{"role": "user", "content": "go"}]
+    for number, text in enumerate(WORDS_OF_RESULTS):
+        messages += [call(f"t{number}", at=number), result(f"t{number}", text)]
+    messages += [{"role": "assistant", "content": "done"}]
+    session = ChatSession("s", tuple(messages))
+    uses = [
+        CursorUse(0, 2, 2, (Use(3, "ship"), Use(4, "")), None),
+        CursorUse(1, 4, 3, (Use(4, "look"),), None),
+        CursorUse(2, 6, 4, (), None),
+    ]
+
+    def lines(request: int, told: tuple[int, ...], left: tuple[int, ...] = (), *gone: int) -> str:
+        found = tuple(use for use in uses if use.cursor not in gone)
+        return by_rule(ExpiryQuestion(session, request, found, told, frozenset(left)))
+
+    assert lines(3, ()) == "0,bag/timu,-,keep\n1,cursor,-,keep\n2,result,-,keep"
+    assert lines(4, (0, 2)).splitlines() == [
+        "0,bag/timu,ship,done [0]", "1,cursor,-,keep", "2,result,-,done [0, 2]"
+    ]  # fmt: skip
+    assert lines(5, (0,)).splitlines()[:2] == ["0,bag/timu,said,done [0]", "1,cursor,look,keep"]
+    # A use is seen as long as its call is, and what an answer says stays.
+    assert lines(5, (), (3, 4), 1).splitlines() == [
+        "0,bag/timu,said,keep", "1,gone", "2,result,-,keep"
+    ]  # fmt: skip
+    assert lines(4, (), (3,)).startswith("0,bag/timu,-,keep")
+
+
 @pytest.fixture(scope="module")
 def codec() -> TokenCodec:
     return TokenCodec(load_tokenizer(MICRO))
@@ -131,45 +197,43 @@ def codec() -> TokenCodec:
 @pytest.fixture(scope="module")
 def rows() -> list[SideQuestRow]:
     counts = TraceCounts()
-    with gold_source(TASK, "micro", 3, {}) as source:
+    with gold_source(TASK, "micro", 4, {}) as source:
         found = list(trace_rows(source, 2, by_rule, 0, counts))
-    assert (counts.played, counts.wrong) == (3, 0)
+    assert (counts.played, counts.wrong) == (4, 0)
     return found
 
 
-def test_a_row_is_what_the_model_is_shown(rows: list[SideQuestRow], codec: TokenCodec) -> None:
+def forks(rows: list[SideQuestRow]) -> list[tuple[SideQuestRow, SideQuestFork]]:
+    return [(row, fork) for row in rows for fork in row.forks]
+
+
+def asked(row: SideQuestRow, fork: SideQuestFork) -> Any:
+    """Lay out a question without its answer."""
+    return lay_out(row, [structs.replace(fork, ids=fork.ids[: fork.answer])], fork.at)
+
+
+def test_a_fork_is_what_the_model_is_shown(rows: list[SideQuestRow], codec: TokenCodec) -> None:
     assert TRIGGER == MICRO_TRIGGER
-    whole = {row.sample: row for row in rows if row.kind == "main"}
-    asked = [row for row in rows if row.kind == "auxiliary"]
-    assert len(whole) == 3
-    assert any(row.expired for row in asked)
+    assert any(fork.told for _, fork in forks(rows))
     some_left = False
-    for row in asked:
-        begin = row.learnt.index(True)
-        assert all(row.learnt[begin:])
-        answer = codec.decode(row.ids[begin:])
-        assert named_cursors(answer) == row.expired
-        lines = [line.split(",") for line in answer.splitlines()[1:-3]]
-        assert [int(line[0]) for line in lines] == list(range(max(row.open) + 1))
-        assert all(line[1:] == ["gone"] for line in lines if int(line[0]) not in row.open)
-        said = {line[0]: line[2] for line in lines if len(line) == 3}
-        states = {c: "done" if c in row.expired else "keep" for c in row.open}
-        assert said == {str(cursor): state for cursor, state in states.items()}
-        text = codec.decode(row.ids[:begin])
+    for row, fork in forks(rows):
+        answer = codec.decode(fork.ids[fork.answer :])
+        assert named_cursors(answer) == fork.told
+        assert set(fork.told) <= set(fork.expired) <= set(fork.open)
+        lines = [line.split(",", 3) for line in answer.splitlines()[1:-3]]
+        assert [int(line[0]) for line in lines] == list(range(max(fork.open) + 1))
+        assert all(line[1:] == ["gone"] for line in lines if int(line[0]) not in fork.open)
+        said = {int(line[0]): line[3].split()[0] for line in lines if len(line) == 4}
+        assert said == {c: "done" if c in fork.told else "keep" for c in fork.open}
+        shown = asked(row, fork)
+        seen = [token for token, is_seen in zip(shown.ids, shown.seen[-1], strict=True) if is_seen]
+        text = codec.decode(seen)
         assert text.endswith(f"{TRIGGER}<|im_end|>\n<|im_start|>assistant\n")
-        # Every token stands where the session's log has it.
-        log = whole[row.sample].ids
-        history = [
-            (place, token) for place, token in zip(row.positions, row.ids, strict=True)
-            if place < row.positions[begin] - 12
-        ]  # fmt: skip
-        assert all(log[place] == token for place, token in history)
-        assert row.positions == sorted(set(row.positions))
-        # What had left is not there, and what is open is.
-        brought = range(max(row.open) + 1)
+        # What had left is not seen, and what is open is.
+        brought = range(max(fork.open) + 1)
         for cursor in brought:
-            assert (f'{{"cursor": {cursor},' in text) == (cursor in row.open)
-        some_left |= len(row.open) < len(brought)
+            assert (f'{{"cursor": {cursor},' in text) == (cursor in fork.open)
+        some_left |= len(fork.open) < len(brought)
     assert some_left
 
 
@@ -187,37 +251,62 @@ def test_traces_that_are_wrong_are_left_out() -> None:
 
 
 def test_rows_are_the_same_again(rows: list[SideQuestRow], tmp_path: Path) -> None:
-    with gold_source(TASK, "micro", 3, {}) as source:
+    with gold_source(TASK, "micro", 4, {}) as source:
         again = list(trace_rows(source, 2, by_rule, 0, TraceCounts()))
     assert again == rows
     path = tmp_path / "rows.jsonl"
     write_rows(path, rows)
     assert read_rows(path) == rows
-    path.write_text(path.read_text().replace('"main"', '"mean"', 1))
+    path.write_text(path.read_text().replace('"left"', '"right"', 1))
     with pytest.raises(UsageError, match="no training rows"):
+        read_rows(path)
+    write_rows(path, [structs.replace(rows[0], ids=rows[0].ids[1:])])
+    with pytest.raises(UsageError, match="unequal lengths"):
         read_rows(path)
 
 
-def test_a_gap_is_a_row_that_left(rows: list[SideQuestRow]) -> None:
-    """Logits equal those of the whole session with a mask over what had left."""
+def test_one_pass_is_what_a_cache_would_hold(rows: list[SideQuestRow]) -> None:
+    """Logits equal those of a cache that is fed, forked, and loses rows, a message at a time."""
     network = AutoModelForCausalLM.from_pretrained(MICRO, attn_implementation="eager").eval()
-    row = next(r for r in rows if r.kind == "auxiliary" and r.positions[-1] >= len(r.ids))
-    whole = next(r for r in rows if r.kind == "main" and r.sample == row.sample)
-    ids = np.resize(whole.ids, row.positions[-1] + 1)
-    ids[row.positions] = row.ids
-    seen = np.zeros((len(ids), len(ids)), bool)
-    seen[:, row.positions] = True
-    seen &= np.tri(len(ids), dtype=bool)
-    mask = torch.where(torch.from_numpy(seen), 0.0, torch.finfo(torch.float32).min)[None, None]
+    row = next(r for r in rows if any(f.at >= since for _, _, since in r.left for f in r.forks))
+    fork = row.forks[-1]
+    layout = lay_out(row, row.forks, len(row.ids))
+    begin = len(layout.ids) - len(fork.ids)
     with torch.no_grad():
-        expected = network(
-            input_ids=torch.from_numpy(ids)[None], attention_mask=mask,
-            position_ids=torch.arange(len(ids))[None],
-        ).logits[0]  # fmt: skip
-        places = [place for place, learnt in enumerate(row.learnt) if learnt]
-        found = logits_at(network, row, places)
-    at = [row.positions[place] for place in places]
-    assert torch.allclose(found, expected[at], atol=1e-4)
+        found = logits_at(network, layout, list(range(begin, len(layout.ids))))
+        own = logits_at(network, layout, list(range(len(row.ids))))
+        cache = DynamicCache(config=network.config)
+        held: list[int] = []
+        cuts = sorted({0, fork.at, *(since for _, _, since in row.left if since < fork.at)})
+        for first, last in pairwise(cuts):
+            gone = {at for b, e, since in row.left if since == first for at in range(b, e)}
+            kept = [place for place, at in enumerate(held) if at not in gone]
+            for layer in cache.layers if held else ():
+                layer.keys, layer.values = layer.keys[:, :, kept], layer.values[:, :, kept]
+            held = [held[place] for place in kept]
+            fed = _feed(network, cache, row.ids[first:last], first, len(held))
+            assert torch.allclose(fed, own[first:last], atol=1e-3)
+            held += range(first, last)
+        gone = {at for b, e, since in row.left if since == fork.at for at in range(b, e)}
+        kept = [place for place, at in enumerate(held) if at not in gone]
+        for layer in cache.layers:
+            layer.keys, layer.values = layer.keys[:, :, kept], layer.values[:, :, kept]
+        expected = _feed(network, cache, fork.ids, fork.at, len(kept))
+    assert len(kept) < fork.at
+    assert torch.allclose(found, expected, atol=1e-3)
+
+
+def _feed(network: Any, cache: Any, ids: list[int], position: int, held: int) -> torch.Tensor:
+    mask = torch.full((len(ids), held + len(ids)), torch.finfo(torch.float32).min)
+    mask = mask.triu(held + 1)
+    positions = torch.arange(position, position + len(ids))[None]
+    name = _cache_name(network)
+    out = network(
+        input_ids=torch.tensor([ids]), attention_mask=mask[None, None], position_ids=positions,
+        use_cache=True, **{name: cache},
+    )  # fmt: skip
+    found: torch.Tensor = out.logits[0]
+    return found
 
 
 def tuner(rows: list[SideQuestRow], out: Path, options: TuneOptions = SMALL) -> Tuner:
@@ -228,32 +317,37 @@ def tuner(rows: list[SideQuestRow], out: Path, options: TuneOptions = SMALL) -> 
 def trained_on(rows: list[SideQuestRow]) -> list[SideQuestRow]:
     """Rows none of whose sessions is held out."""
     names = iter(f"s{n}" for n in range(1000))
-    free = (n for n in names if not SideQuestRow("main", n, [], [], []).held_out)
-    known = {sample: next(free) for sample in dict.fromkeys(row.sample for row in rows)}
-    return [structs.replace(row, sample=known[row.sample]) for row in rows]
+    free = (n for n in names if not held_out(n))
+    return [structs.replace(row, sample=next(free)) for row in rows]
 
 
 def test_losses_are_those_of_the_paper(rows: list[SideQuestRow], tmp_path: Path) -> None:
-    """Cross-entropy on the answer, KL of the base's distribution over the adapter's on a trace."""
+    """Cross-entropy on answers, KL of the base's distribution with all there over the adapter's."""
     made = tuner(trained_on(rows), tmp_path)
-    main = next(row for row in rows if row.kind == "main")
-    asked = next(row for row in rows if row.kind == "auxiliary")
-    assert made._loss(main).item() == pytest.approx(0, abs=1e-6)
+    row = next(r for r in rows if r.left)
+    assert made._losses(structs.replace(row, left=[]))[1].item() == pytest.approx(0, abs=1e-6)
+    assert made._losses(structs.replace(row, forks=[]))[0] is None
     random_ = torch.Generator().manual_seed(0)
     for name, weight in made.network.named_parameters():
         if "lora_B" in name:
             weight.data = 0.3 * torch.randn(weight.shape, generator=random_)
-    for row in (main, asked):
-        places = [at - 1 for at, learnt in enumerate(row.learnt) if learnt]
-        with torch.no_grad():
-            own = _log_softmax(logits_at(made.network, row, places))
-            with made.network.disable_adapter():
-                base = _log_softmax(logits_at(made.network, row, places))
-        wanted = [row.ids[at + 1] for at in places]
-        entropy = -own[np.arange(len(places)), wanted].mean()
-        divergence = (np.exp(base) * (base - own)).sum(1).mean()
-        expected = divergence if row.kind == "main" else entropy
-        assert made._loss(row).item() == pytest.approx(expected, rel=1e-4)
+    places = [at - 1 for at, answered in enumerate(row.answered) if answered]
+    with torch.no_grad():
+        own = _log_softmax(logits_at(made.network, lay_out(row, [], len(row.ids)), places))
+        whole = lay_out(structs.replace(row, left=[]), [], len(row.ids))
+        with made.network.disable_adapter():
+            base = _log_softmax(logits_at(made.network, whole, places))
+        entropies: list[float] = []
+        for fork in row.forks:
+            layout = lay_out(row, [fork], fork.at)
+            said = list(range(fork.at + fork.answer - 1, len(layout.ids) - 1))
+            found = _log_softmax(logits_at(made.network, layout, said))
+            entropies += (-found[np.arange(len(said)), fork.ids[fork.answer :]]).tolist()
+    divergence = (np.exp(base) * (base - own)).sum(1).mean()
+    answers, distill = made._losses(row)
+    assert answers is not None
+    assert answers.item() == pytest.approx(np.mean(entropies), rel=1e-4)
+    assert distill.item() == pytest.approx(divergence, rel=1e-4)
 
 
 def _log_softmax(logits: torch.Tensor) -> Any:
@@ -283,20 +377,19 @@ def test_answers_are_learnt_and_the_task_is_not_forgotten(
     rows: list[SideQuestRow], tmp_path: Path
 ) -> None:
     usable = trained_on(rows)
-    made = tuner(usable, tmp_path, replace(SMALL, epochs=2, batch=2, lr=1e-2))
+    made = tuner(usable, tmp_path, replace(SMALL, epochs=3))
     found: list[Any] = []
     made.run(found.append)
     asked = [step.auxiliary for step in found if step.auxiliary is not None]
     assert len(found) == made.steps
     assert np.mean(asked[-4:]) < 0.7 * np.mean(asked[:4])
-    base = [r for r in usable if r.kind == "main"]
     with torch.no_grad():
-        assert max(made._loss(row).item() for row in base) < 0.1
+        assert max(made._losses(row)[1].item() for row in usable) < 0.1
 
 
 def test_sessions_held_out_are_not_trained_on(tmp_path: Path, rows: list[SideQuestRow]) -> None:
     names = [f"n{number}" for number in range(400)]
-    out = [name for name in names if SideQuestRow("main", name, [], [], []).held_out]
+    out = [name for name in names if held_out(name)]
     assert 15 < len(out) < 75
     made = tuner([*trained_on(rows), structs.replace(rows[0], sample=out[0])], tmp_path)
     assert made.samples == sorted({row.sample for row in trained_on(rows)})
@@ -304,23 +397,28 @@ def test_sessions_held_out_are_not_trained_on(tmp_path: Path, rows: list[SideQue
         tuner([structs.replace(row, sample=out[0]) for row in rows], tmp_path)
 
 
-@given(st.lists(st.tuples(st.sets(st.integers(0, 5)), st.none() | st.sets(st.integers(0, 5)))))
-def test_verdicts_are_counts(answers: list[tuple[set[int], set[int] | None]]) -> None:
+CURSORS = st.sets(st.integers(0, 5))
+
+
+@given(st.lists(st.tuples(CURSORS, CURSORS, st.none() | CURSORS)))
+def test_verdicts_are_counts(answers: list[tuple[set[int], set[int], set[int] | None]]) -> None:
     found = CursorVerdict()
-    for wanted, named in answers:
-        found.count(wanted, None if named is None else sorted(named))
-    pairs = [(each, n) for n, (wanted, _) in enumerate(answers) for each in wanted]
-    said = [(each, n) for n, (_, named) in enumerate(answers) for each in named or ()]
-    both = len(set(pairs) & set(said))
-    assert found.recall == (both / len(pairs) if pairs else None)
-    assert found.precision == (both / len(said) if said else None)
-    assert found.exact == sum(wanted == named for wanted, named in answers)
-    assert found.unreadable == sum(named is None for _, named in answers)
+    for over, can, named in answers:
+        fork = SideQuestFork(0, [0, 0], 1, list(range(6)), sorted(over), sorted(can & over))
+        found.count(fork, None if named is None else sorted(named))
+    pairs = [(each, n) for n, (over, _, _) in enumerate(answers) for each in over]
+    can_be = [(each, n) for n, (over, can, _) in enumerate(answers) for each in over & can]
+    said = [(each, n) for n, (_, _, named) in enumerate(answers) for each in named or ()]
+    for truth, recall in ((pairs, found.recall), (can_be, found.told_recall)):
+        assert recall == (len(set(truth) & set(said)) / len(truth) if truth else None)
+    assert found.precision == (len(set(pairs) & set(said)) / len(said) if said else None)
+    assert found.exact == sum(over & can == named for over, can, named in answers)
+    assert found.unreadable == sum(named is None for _, _, named in answers)
 
 
 def test_greedy_answers_are_hugging_faces(rows: list[SideQuestRow], codec: TokenCodec) -> None:
     network = AutoModelForCausalLM.from_pretrained(MICRO).eval()
-    row = next(r for r in rows if r.kind == "auxiliary" and r.positions[-1] < len(r.ids))
+    row, fork = next((r, f) for r, f in forks(rows) if not any(s <= f.at for _, _, s in r.left))
     heard: list[str] = []
 
     def decode(ids: Any) -> str:
@@ -328,15 +426,27 @@ def test_greedy_answers_are_hugging_faces(rows: list[SideQuestRow], codec: Token
         return heard[-1]
 
     end = int(codec.tokenizer.eos_token_id)
-    assert judge(network, [row], decode, [end]).questions == 1
-    given_ids = torch.tensor([row.ids[: row.learnt.index(True)]])
+    assert judge(network, [structs.replace(row, forks=[fork])], decode, [end]).questions == 1
+    given_ids = torch.tensor([[*row.ids[: fork.at], *fork.ids[: fork.answer]]])
     out = network.generate(given_ids, do_sample=False, max_new_tokens=512, eos_token_id=end)
     said = [token for token in out[0, given_ids.shape[1] :].tolist() if token != end]
     assert heard == [codec.decode(said)]
 
 
+def test_a_token_more_sees_what_the_last_one_does(rows: list[SideQuestRow]) -> None:
+    row, fork = next((r, f) for r, f in forks(rows) if any(s <= f.at for _, _, s in r.left))
+    grown = asked(row, fork)
+    for token in fork.ids[fork.answer :]:
+        grown = grown.then(token)
+    whole = lay_out(row, [fork], fork.at)
+    assert (grown.ids, grown.positions) == (whole.ids, whole.positions)
+    assert grown.seen.equal(whole.seen)
+
+
 def test_cards_count_what_is_there(rows: list[SideQuestRow]) -> None:
     card = count_rows(rows)
-    assert card["main_rows"] == card["sessions"] == 3
-    assert card["auxiliary_rows"] == len(rows) - 3
-    assert card["expired_cursors"] == sum(len(row.expired) for row in rows)
+    assert card["sessions"] == len(rows) == 4
+    assert card["questions"] == len(forks(rows))
+    assert card["expired_cursors"] == sum(len(fork.expired) for _, fork in forks(rows))
+    assert card["told_cursors"] == sum(len(fork.told) for _, fork in forks(rows))
+    assert card["longest_row"] < card["tokens"] == sum(row.tokens for row in rows)

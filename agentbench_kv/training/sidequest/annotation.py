@@ -7,7 +7,6 @@ that is told what the right answer is (Algorithm 2, line 19). The verdict is the
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,9 +15,8 @@ import httpx
 
 from agentbench_kv.adapters.probe.session import ChatSession, text_of
 from agentbench_kv.errors import PrerequisiteError
-from agentbench_kv.training.sidequest.hindsight import CursorUse
+from agentbench_kv.training.sidequest.hindsight import WORD, CursorUse, expired
 
-_WORD = re.compile(r"\w+")
 _LONGEST_NAME = 40  # characters
 _LONGEST_RESULT = 600  # characters of a message that the annotating model is shown
 _TIMEOUT_S = 120.0
@@ -37,31 +35,61 @@ class ExpiryQuestion:
     """A moment of a trace at which the model is asked."""
 
     session: ChatSession
-    read: int  # messages of the session that it has read by then
+    request: int  # the answer to it is not known yet
     open: tuple[CursorUse, ...]
-    expired: tuple[int, ...]  # of the open cursors
+    told: tuple[int, ...]  # open cursors that it is to name
+    left: frozenset[int] = frozenset()  # answers whose calls have left with their results
+
+    @property
+    def read(self) -> int:
+        """Messages of the session that the model has read by then."""
+        return self.session.answers[self.request - 1]
+
+    @property
+    def expired(self) -> tuple[int, ...]:
+        """Open cursors that nothing uses from now on, whether that can be told or not."""
+        return tuple(sorted(expired(self.open, self.request)))
 
 
 Annotator = Callable[[ExpiryQuestion], str]
 
 
-def verdict(question: ExpiryQuestion) -> str:
+def verdict(named: Sequence[int]) -> str:
     """Return the command that ends the answer."""
-    return json.dumps({"del_cursors": list(question.expired)})
+    return json.dumps({"del_cursors": list(named)})
 
 
 def by_rule(question: ExpiryQuestion) -> str:
-    """Return a line for every cursor up to the last open one: its first word, done or keep; gone.
+    """Return a line for every cursor up to the last open one, and what follows from it.
 
-    Those that left are listed too, because a small model counts on where it should skip.
+    The line of an open one has the first word of the result, who used it last as far as one still
+    sees (a tool, `said` for a text, `-` for nobody), and `keep` or `done`, with all that are done
+    so far: the command is a copy of the last such list. Those that left are listed too, because a
+    small model counts on where it should skip.
     """
     found = {use.cursor: use for use in question.open}
-    lines = []
+    lines, done = [], []
     for cursor in range(max(found, default=-1) + 1):
-        state = "done" if cursor in question.expired else "keep"
         use = found.get(cursor)
-        lines.append(f"{cursor},{_first_word(question, use)},{state}" if use else f"{cursor},gone")
+        if use is None:
+            lines.append(f"{cursor},gone")
+            continue
+        state = "keep"
+        if cursor in question.told:
+            done.append(cursor)
+            state = f"done {json.dumps(done)}"
+        lines.append(f"{cursor},{_first_word(question, use)},{_user(question, use)},{state}")
     return "\n".join(lines)
+
+
+def _user(question: ExpiryQuestion, use: CursorUse) -> str:
+    """Return who used a result last: a call that has left shows no more."""
+    seen = [
+        each.tool or "said"
+        for each in use.uses
+        if each.answer < question.request and (each.answer not in question.left or not each.tool)
+    ]
+    return seen[-1] if seen else "-"
 
 
 def by_model(url: str, model: str, key: str = "") -> Annotator:
@@ -73,7 +101,7 @@ def by_model(url: str, model: str, key: str = "") -> Annotator:
     def annotate(question: ExpiryQuestion) -> str:
         asked = _TOLD.format(
             open=[use.cursor for use in question.open],
-            gone=list(question.expired) or "none of them",
+            gone=list(question.told) or "none of them",
             story=_story(question),
         )
         body = {"model": model, "messages": [{"role": "user", "content": asked}], "temperature": 0}
@@ -98,7 +126,7 @@ def _first_word(question: ExpiryQuestion, use: CursorUse) -> str:
         if isinstance(found, dict):
             values = [value for key, value in found.items() if key != "cursor"]
             text = json.dumps(values, ensure_ascii=False)
-    word = _WORD.search(text)
+    word = WORD.search(text)
     return word.group()[:_LONGEST_NAME] if word else "result"
 
 

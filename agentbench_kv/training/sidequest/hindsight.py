@@ -4,21 +4,33 @@ Answers are numbered from 1, as requests are; a cursor is the number of a tool r
 result is used by an answer that names its cursor in a call, or writes a word that the result was
 the first to say. That is the paper's reading of "referenced" (section 3.3, footnote 2) for tools
 whose calls name values and not cursors; thoughts do not count, as there.
+
+Not all that is expired can be told at the time: what was just looked up and will never be used
+looks like what will. How results of the same tool fared in all traces says which those are.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from agentbench_kv.adapters.base import Message
 from agentbench_kv.adapters.probe.session import ChatSession, ToolUse, text_of, tool_uses
 
 # Words may hold single signs, as in `bag/timu`, `3.5`, `2024-05-01` or `/tmp/a.txt`.
-_WORD = re.compile(r"\w+(?:[^\s\w\"'{}\[\](),;<>]\w+)*")
+WORD = re.compile(r"\w+(?:[^\s\w\"'{}\[\](),;<>]\w+)*")
 _SHORTEST = 3  # shorter words stand in any text
+
+
+@dataclass(frozen=True)
+class Use:
+    """An answer that uses a result."""
+
+    answer: int
+    tool: str  # that it calls with what the result said; empty if it says it itself
 
 
 @dataclass(frozen=True)
@@ -28,12 +40,25 @@ class CursorUse:
     cursor: int
     message: int
     brought: int  # the first answer that has read it
-    last: int  # the last answer that uses it; `brought` if none does
+    uses: tuple[Use, ...]  # in order
     call: ToolUse | None
+
+    @property
+    def last(self) -> int:
+        """The last answer that uses it; the first that has read it if none does."""
+        return self.uses[-1].answer if self.uses else self.brought
+
+    def habit(self, request: int) -> Habit:
+        """Return what speaks for its being used again, as a request sees it."""
+        name = self.call.name if self.call else ""
+        return name, any(use.answer < request for use in self.uses)
+
+
+Habit = tuple[str, bool]  # a tool, and whether its result has been used before
 
 
 def cursor_uses(session: ChatSession) -> list[CursorUse]:
-    """Return every tool result of a session with its last use, in order."""
+    """Return every tool result of a session with its uses, in order."""
     messages, answers = session.messages, session.answers
     calls = {use.result: use for use in tool_uses(messages) if use.result is not None}
     results = [at for at, message in enumerate(messages) if message["role"] == "tool"]
@@ -45,14 +70,32 @@ def cursor_uses(session: ChatSession) -> list[CursorUse]:
         after = [number for number, answer in enumerate(answers, start=1) if answer > at]
         if not after:
             continue  # nobody read it
-        using = [n for n in after if _uses(said[answers[n - 1]], own[at], cursor)]
-        found.append(CursorUse(cursor, at, after[0], max(using, default=after[0]), calls.get(at)))
+        users = [(number, _user(said[answers[number - 1]], own[at], cursor)) for number in after]
+        uses = tuple(Use(number, tool) for number, tool in users if tool is not None)
+        found.append(CursorUse(cursor, at, after[0], uses, calls.get(at)))
     return found
 
 
 def expired(uses: Sequence[CursorUse], request: int) -> set[int]:
     """Return the cursors that no answer needs from this request on (Algorithm 2, line 16)."""
     return {use.cursor for use in uses if use.last < request}
+
+
+def awaited(traces: Iterable[Sequence[CursorUse]]) -> frozenset[Habit]:
+    """Return by which habits a result is more often used again than not."""
+    again: dict[Habit, list[bool]] = defaultdict(list)
+    for uses in traces:
+        for use in uses:
+            again[use.habit(use.brought)].append(bool(use.uses))
+            if use.uses:
+                again[use.habit(use.uses[0].answer + 1)].append(len(use.uses) > 1)
+    return frozenset(habit for habit, found in again.items() if 2 * sum(found) > len(found))
+
+
+def told(uses: Sequence[CursorUse], request: int, habits: frozenset[Habit]) -> set[int]:
+    """Return the expired cursors that can be told by then: no habit speaks for another use."""
+    gone = expired(uses, request)
+    return {use.cursor for use in uses if use.cursor in gone and use.habit(request) not in habits}
 
 
 def _first_words(messages: Sequence[Message], known: set[str]) -> dict[int, set[str]]:
@@ -66,23 +109,33 @@ def _first_words(messages: Sequence[Message], known: set[str]) -> dict[int, set[
     return found
 
 
-def _said(message: Message) -> tuple[set[str], set[int]]:
-    """Return the words of an answer and its calls, and the cursors that the calls name."""
-    words, cursors = _words(text_of(message)), set()
+@dataclass(frozen=True)
+class _Said:
+    """What a text, or a call's arguments, say."""
+
+    tool: str  # empty for a text
+    words: set[str]
+    cursors: set[int]  # named by arguments
+
+
+def _said(message: Message) -> list[_Said]:
+    """Return what an answer's text and each of its calls say."""
+    found = [_Said("", _words(text_of(message)), set())]
     for use in tool_uses([message]):
         # Names of arguments are the tool's words, not the agent's.
-        words |= _words(json.dumps(list(use.arguments.values()), ensure_ascii=False))
-        for name, value in use.arguments.items():
-            if name in ("cursor", "cursors"):
-                listed = value if isinstance(value, list) else [value]
-                cursors |= {each for each in listed if type(each) is int}
-    return words, cursors
+        words = _words(json.dumps(list(use.arguments.values()), ensure_ascii=False))
+        named = [use.arguments.get(name) for name in ("cursor", "cursors")]
+        listed = [value if isinstance(value, list) else [value] for value in named]
+        cursors = {each for values in listed for each in values if type(each) is int}
+        found.append(_Said(use.name, words, cursors))
+    return found
 
 
-def _uses(said: tuple[set[str], set[int]], own: set[str], cursor: int) -> bool:
-    words, cursors = said
-    return cursor in cursors or bool(words & own)
+def _user(said: Sequence[_Said], own: set[str], cursor: int) -> str | None:
+    """Return the first tool whose call uses a result, empty for the text; None if nothing does."""
+    using = [each.tool for each in said if cursor in each.cursors or each.words & own]
+    return next((tool for tool in using if tool), using[0]) if using else None
 
 
 def _words(text: str) -> set[str]:
-    return {word for word in _WORD.findall(text) if len(word) >= _SHORTEST}
+    return {word for word in WORD.findall(text) if len(word) >= _SHORTEST}

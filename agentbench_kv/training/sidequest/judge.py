@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from msgspec import structs
 
 from agentbench_kv.gateway.cursors import named_cursors
-from agentbench_kv.training.sidequest.rows import SideQuestRow
-from agentbench_kv.training.sidequest.tune import inputs
+from agentbench_kv.training.sidequest.layout import Layout, lay_out
+from agentbench_kv.training.sidequest.rows import SideQuestFork, SideQuestRow
 
 _LONGEST = 512  # tokens of an answer
 
@@ -21,9 +22,11 @@ class CursorVerdict:
     """Answers to held-out questions, counted."""
 
     questions: int = 0
-    exact: int = 0  # all expired cursors and no other
+    exact: int = 0  # all that can be told to be expired and no other
     unreadable: int = 0
-    expired: int = 0  # cursors that were to be named
+    expired: int = 0  # cursors that nothing used from then on
+    told: int = 0  # those of them that can be told
+    told_named: int = 0
     named: int = 0
     right: int = 0  # named and expired
 
@@ -35,14 +38,20 @@ class CursorVerdict:
     def precision(self) -> float | None:
         return self.right / self.named if self.named else None
 
-    def count(self, expired: Iterable[int], named: Sequence[int] | None) -> None:
-        wanted, found = set(expired), set(named or ())
+    @property
+    def told_recall(self) -> float | None:
+        return self.told_named / self.told if self.told else None
+
+    def count(self, fork: SideQuestFork, named: Sequence[int] | None) -> None:
+        found, told = set(named or ()), set(fork.told)
         self.questions += 1
         self.unreadable += named is None
-        self.exact += named is not None and found == wanted
-        self.expired += len(wanted)
+        self.exact += named is not None and found == told
+        self.expired += len(fork.expired)
+        self.told += len(told)
+        self.told_named += len(found & told)
         self.named += len(found)
-        self.right += len(found & wanted)
+        self.right += len(found.intersection(fork.expired))
 
 
 def judge(
@@ -51,10 +60,11 @@ def judge(
     decode: Callable[[Sequence[int]], str],
     ends: Iterable[int],
 ) -> CursorVerdict:
-    """Ask a network the questions of auxiliary rows and compare what it names."""
+    """Ask a network the questions of rows and compare what it names."""
     asked, found = list(rows), CursorVerdict()
-    for row, named in zip(asked, answers(network, asked, decode, ends), strict=True):
-        found.count(row.expired, named)
+    forks = (fork for row in asked for fork in row.forks)
+    for fork, named in zip(forks, answers(network, asked, decode, ends), strict=True):
+        found.count(fork, named)
     return found
 
 
@@ -64,32 +74,31 @@ def answers(
     decode: Callable[[Sequence[int]], str],
     ends: Iterable[int],
 ) -> Iterator[list[int] | None]:
-    """Yield the cursors that a network names for every auxiliary row, greedily; None if unread."""
+    """Yield the cursors that a network names at every question, greedily; None if unread."""
     stops = frozenset(ends)
     for row in rows:
-        begin = row.learnt.index(True)
-        said = _greedy(network, row.ids[:begin], row.positions[:begin], stops)
-        yield named_cursors(decode(said))
+        for fork in row.forks:
+            asked = structs.replace(fork, ids=fork.ids[: fork.answer])
+            said = _greedy(network, lay_out(row, [asked], fork.at), stops)
+            yield named_cursors(decode(said))
 
 
 @torch.no_grad()
-def _greedy(
-    network: Any, ids: Sequence[int], positions: Sequence[int], stops: frozenset[int]
-) -> list[int]:
+def _greedy(network: Any, layout: Layout, stops: frozenset[int]) -> list[int]:
     from transformers import DynamicCache
 
     answer: list[int] = []
     kept = {_cache_name(network): DynamicCache(config=network.config)}
-    known, fed, at = 0, list(ids), list(positions)
+    known = 0
     while len(answer) < _LONGEST:
-        given = inputs(network, fed, at, known)
+        given = layout.inputs(network, known)
         out = network(**given, **kept, use_cache=True, logits_to_keep=1)
-        known += len(fed)
+        known = len(layout.ids)
         token = int(out.logits[0, -1].argmax())
         if token in stops:
             break
         answer.append(token)
-        fed, at = [token], [at[-1] + 1]
+        layout = layout.then(token)
     return answer
 
 

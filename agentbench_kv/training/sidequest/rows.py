@@ -5,37 +5,47 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 
 from agentbench_kv.errors import UsageError
 from agentbench_kv.results.files import write_atomic
 
-Kind = Literal["main", "auxiliary"]
 HELD_OUT = 10  # one session in so many is not trained on
 
 
+class SideQuestFork(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A question beside a session, and the answer that is learnt."""
+
+    at: int  # how much of the session stands before it
+    ids: list[int]  # the question's, then the answer's
+    answer: int  # where the answer begins
+    open: list[int]  # cursors
+    expired: list[int]  # those that nothing uses from then on
+    told: list[int]  # the expired ones that can be told by then: what the answer names
+
+
 class SideQuestRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One sequence; `ids`, `positions` and `learnt` are of equal length.
+    """A right trace as the method plays it, with its questions."""
 
-    A `main` row is a whole trace, whose answers are learnt from the base model's distribution; an
-    `auxiliary` row is a session at a moment, without what had left by then (positions keep their
-    gaps), the question, and the answer that is learnt.
-    """
-
-    kind: Kind
     sample: str
     ids: list[int]
-    positions: list[int]  # logical, as the engine counts
-    learnt: list[bool]  # which of the ids are to be predicted
-    open: list[int] = []  # cursors, of an auxiliary row
-    expired: list[int] = []
+    answered: list[bool]  # which of the ids the model wrote
+    left: list[tuple[int, int, int]]  # begin and end of what left, and how long the session was
+    forks: list[SideQuestFork]
 
     @property
     def held_out(self) -> bool:
-        """Whether the row's session is one of those that are not trained on."""
-        return int(hashlib.sha256(self.sample.encode()).hexdigest()[:8], 16) % HELD_OUT == 0
+        return held_out(self.sample)
+
+    @property
+    def tokens(self) -> int:
+        return len(self.ids) + sum(len(fork.ids) for fork in self.forks)
+
+
+def held_out(sample: str) -> bool:
+    """Return whether a session is one of those that are not trained on."""
+    return int(hashlib.sha256(sample.encode()).hexdigest()[:8], 16) % HELD_OUT == 0
 
 
 def write_rows(path: Path, rows: Iterable[SideQuestRow]) -> None:
@@ -52,7 +62,8 @@ def read_rows(path: Path) -> list[SideQuestRow]:
     except (OSError, msgspec.MsgspecError) as error:
         raise UsageError(f"{path} holds no training rows: {error}; make it anew") from error
     for row in rows:
-        if not len(row.ids) == len(row.positions) == len(row.learnt):
+        forks = all(f.at <= len(row.ids) and 0 < f.answer < len(f.ids) for f in row.forks)
+        if len(row.ids) != len(row.answered) or not forks:
             raise UsageError(f"{path} holds a row of unequal lengths; make it anew")
     return rows
 
@@ -63,15 +74,14 @@ def rows_sha(path: Path) -> str:
 
 def count_rows(rows: Sequence[SideQuestRow]) -> dict[str, int]:
     """Return what the data card says of rows."""
-    main = [row for row in rows if row.kind == "main"]
-    asked = [row for row in rows if row.kind == "auxiliary"]
+    asked = [fork for row in rows for fork in row.forks]
     return {
-        "sessions": len({row.sample for row in rows}),
-        "held_out_sessions": len({row.sample for row in rows if row.held_out}),
-        "main_rows": len(main),
-        "auxiliary_rows": len(asked),
-        "open_cursors": sum(len(row.open) for row in asked),
-        "expired_cursors": sum(len(row.expired) for row in asked),
-        "tokens": sum(len(row.ids) for row in rows),
-        "longest_row": max((len(row.ids) for row in rows), default=0),
+        "sessions": len(rows),
+        "held_out_sessions": sum(row.held_out for row in rows),
+        "questions": len(asked),
+        "open_cursors": sum(len(fork.open) for fork in asked),
+        "expired_cursors": sum(len(fork.expired) for fork in asked),
+        "told_cursors": sum(len(fork.told) for fork in asked),
+        "tokens": sum(row.tokens for row in rows),
+        "longest_row": max((row.tokens for row in rows), default=0),
     }

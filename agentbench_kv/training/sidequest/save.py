@@ -16,14 +16,15 @@ from agentbench_kv.training.sidequest.tune import LOG, Tuner
 
 _CARD = """# {base}, trained for SideQuest
 
-LoRA (rank {rank}, alpha {alpha}, all linear layers), {epochs} epochs, learning rate {lr}, main rows
-x{main_repeats}, lambda {distill:g}, {batch} rows a step, seed {seed}; {steps} steps. Data: {data}.
+LoRA (rank {rank}, alpha {alpha}, all linear layers), {epochs} epochs, learning rate {lr}, lambda
+{distill:g}, {batch} sessions a step, seed {seed}; {steps} steps. Data: {data}.
 
 To the message `{trigger}` it answers with the tool results that are expired, as
 `{{"del_cursors": [...]}}`. `kvbench run --model {folder} --method sidequest` plays it.
 
-On {questions} questions of {held_out} sessions that it was not trained on (greedy): {exact} answers
-exact, recall {recall}, precision {precision}, {unreadable} unreadable. Before training: {before}.
+On {questions} questions of sessions that it was not trained on (greedy): {exact} answers exact,
+{unreadable} unreadable, precision {precision}, recall {recall} ({told} of what can be told).
+Before training: {before}.
 """
 
 
@@ -54,7 +55,8 @@ def save_model(
 
 
 def verdict_document(found: CursorVerdict) -> dict[str, Any]:
-    return {**asdict(found), "recall": found.recall, "precision": found.precision}
+    shares = {"recall": found.recall, "precision": found.precision}
+    return {**asdict(found), **shares, "told_recall": found.told_recall}
 
 
 def losses(out: Path) -> list[dict[str, Any]]:
@@ -77,13 +79,13 @@ def _card(
         **asdict(tuner.options),
         base=base.name,
         steps=tuner.step,
-        data=f"{data['main_rows']} traces, {data['auxiliary_rows']} questions ({data['sha'][:12]})",
+        data=f"{data['sessions']} traces, {data['questions']} questions ({data['sha'][:12]})",
         trigger=TRIGGER,
         folder=folder.name,
         questions=after["questions"],
-        held_out=data["held_out_sessions"],
         exact=after["exact"],
         recall=_share(after["recall"]),
+        told=_share(after["told_recall"]),
         precision=_share(after["precision"]),
         unreadable=after["unreadable"],
         before=f"recall {_share(before['recall'])}, precision {_share(before['precision'])}",

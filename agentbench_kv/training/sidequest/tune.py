@@ -1,7 +1,8 @@
-"""LoRA on both sorts of rows: cross-entropy on answers to the question, distillation on traces.
+"""LoRA on sessions: cross-entropy on answers to the question, distillation on the rest.
 
 L = L_CE(auxiliary) + lambda L_distill(main) (SideQuest, section 3.3). The base model's distribution
-is that of the same network with its adapter switched off, so no logits are kept.
+is that of the same network with its adapter switched off and the whole session before it; so no
+logits are kept, and the adapter learns to go on as if nothing had left.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec import structs
 from torch import Tensor
 from torch.nn import functional
 
 from agentbench_kv.errors import PrerequisiteError, UsageError
+from agentbench_kv.training.sidequest.layout import Layout, lay_out
 from agentbench_kv.training.sidequest.rows import SideQuestRow
 
 CHECKPOINT = "checkpoint.pt"
@@ -38,9 +41,8 @@ class TuneOptions:
     alpha: int = 16
     epochs: int = 3
     lr: float = 2e-4  # falls to zero in a line
-    main_repeats: int = 3  # how often a main row comes in an epoch
     distill: float = 500.0  # lambda
-    batch: int = 8  # rows whose gradients make a step; not in the paper
+    batch: int = 8  # sessions whose gradients make a step; not in the paper
     seed: int = 0
     dtype: str = "float32"  # of the frozen weights; the adapter's are float32
     device: str = "cpu"
@@ -48,7 +50,7 @@ class TuneOptions:
 
 @dataclass(frozen=True)
 class StepReport:
-    """What a step came to. Losses are means over the rows of their sort; None without one."""
+    """What a step came to. Losses are means over the sessions that have one; None without any."""
 
     step: int
     steps: int
@@ -72,14 +74,14 @@ class Tuner:
     ) -> None:
         self.options = options
         self._rows = [row for row in rows if not row.held_out]
-        if not any(row.kind == "auxiliary" for row in self._rows):
+        if not any(row.forks for row in self._rows):
             raise UsageError("no session to train on asks for expired cursors; give more runs")
         self._identity = {"data": data_sha, **asdict(options)}
         self._checkpoint, self._log = out / CHECKPOINT, out / LOG
         self.network = _with_adapter(model, options)
         weights = [p for p in self.network.parameters() if p.requires_grad]
         self._optimizer = torch.optim.AdamW(weights, lr=options.lr, weight_decay=0.0)
-        self.steps = options.epochs * math.ceil(len(self._order(0)) / options.batch)
+        self.steps = options.epochs * math.ceil(len(self._rows) / options.batch)
         self.step = 0
 
     @property
@@ -121,12 +123,7 @@ class Tuner:
             self._save()
 
     def _order(self, epoch: int) -> list[int]:
-        repeats = self.options.main_repeats
-        order = [
-            index
-            for index, row in enumerate(self._rows)
-            for _ in range(repeats if row.kind == "main" else 1)
-        ]
+        order = list(range(len(self._rows)))
         random.Random(f"{self.options.seed}/{epoch}").shuffle(order)
         return order
 
@@ -143,33 +140,44 @@ class Tuner:
         started = time.perf_counter()
         for group in self._optimizer.param_groups:
             group["lr"] = self.options.lr * (1 - self.step / self.steps)
-        losses: dict[str, list[float]] = {"main": [], "auxiliary": []}
+        losses: tuple[list[float], list[float]] = ([], [])
         for row in batch:
-            loss = self._loss(row)
-            losses[row.kind].append(loss.item())
-            weight = self.options.distill if row.kind == "main" else 1.0
-            (loss * weight / len(batch)).backward()  # type: ignore[no-untyped-call]
+            answers, distill = self._losses(row)
+            loss = distill * self.options.distill
+            losses[1].append(distill.item())
+            if answers is not None:
+                loss = loss + answers
+                losses[0].append(answers.item())
+            (loss / len(batch)).backward()  # type: ignore[no-untyped-call]
         self._optimizer.step()
         self._optimizer.zero_grad()
         self.step += 1
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
-        tokens = sum(len(row.ids) for row in batch)
+        tokens = sum(row.tokens for row in batch)
         seconds = time.perf_counter() - started
-        means = [sum(found) / len(found) if found else None for found in losses.values()]
-        return StepReport(self.step, self.steps, means[1], means[0], tokens, seconds, peak)
+        means = [sum(found) / len(found) if found else None for found in losses]
+        return StepReport(self.step, self.steps, *means, tokens, seconds, peak)
 
-    def _loss(self, row: SideQuestRow) -> Tensor:
-        """Return the mean over the learnt tokens of a row, in nats."""
-        at = [place - 1 for place, learnt in enumerate(row.learnt) if learnt and place]
-        logits = logits_at(self.network, row, at)
-        if row.kind == "auxiliary":
-            wanted = torch.tensor([row.ids[place + 1] for place in at], device=logits.device)
-            return functional.cross_entropy(logits, wanted)
+    def _losses(self, row: SideQuestRow) -> tuple[Tensor | None, Tensor]:
+        """Return the means over the tokens of a session's forks' answers, and over its own."""
+        length = len(row.ids)
+        own = [at - 1 for at, answered in enumerate(row.answered) if answered and at]
+        asked, wanted, begin = [], [], length
+        for fork in row.forks:
+            asked += range(begin + fork.answer - 1, begin + len(fork.ids) - 1)
+            wanted += fork.ids[fork.answer :]
+            begin += len(fork.ids)
+        logits = logits_at(self.network, lay_out(row, row.forks, length), [*own, *asked])
         with torch.no_grad(), self.network.disable_adapter():
-            base = logits_at(self.network, row, at).log_softmax(-1)
-        return functional.kl_div(
-            logits.log_softmax(-1), base, log_target=True, reduction="batchmean"
+            whole = lay_out(structs.replace(row, left=[]), [], length)
+            base = logits_at(self.network, whole, own).log_softmax(-1)
+        distill = functional.kl_div(
+            logits[: len(own)].log_softmax(-1), base, log_target=True, reduction="batchmean"
         )
+        if not wanted:
+            return None, distill
+        target = torch.tensor(wanted, device=logits.device)
+        return functional.cross_entropy(logits[len(own) :], target), distill
 
     def _save(self) -> None:
         from peft import get_peft_model_state_dict
@@ -187,28 +195,11 @@ class Tuner:
         part.replace(self._checkpoint)
 
 
-def logits_at(network: Any, row: SideQuestRow, places: Sequence[int]) -> Tensor:
-    """Return float32 logits [places, vocabulary] behind the tokens at `places` of a row."""
-    end = places[-1] + 1
+def logits_at(network: Any, layout: Layout, places: Sequence[int]) -> Tensor:
+    """Return float32 logits [places, vocabulary] behind the tokens at `places`."""
     kept = torch.tensor(places, device=network.device)
-    given = inputs(network, row.ids[:end], row.positions[:end])
-    found: Tensor = network(**given, use_cache=False, logits_to_keep=kept).logits[0]
-    return found.float()
-
-
-def inputs(
-    network: Any, ids: Sequence[int], positions: Sequence[int], cached: int = 0
-) -> dict[str, Tensor]:
-    """Return what a network is called with for one sequence, `cached` tokens of it known.
-
-    The mask of ones is not idle: without it transformers takes a gap in the positions for the
-    beginning of another sequence.
-    """
-    return {
-        "input_ids": torch.tensor([ids], device=network.device),
-        "position_ids": torch.tensor([positions], device=network.device),
-        "attention_mask": torch.ones(1, cached + len(ids), device=network.device, dtype=torch.long),
-    }
+    found: Tensor = network(**layout.inputs(network), use_cache=False, logits_to_keep=kept).logits
+    return found[0].float()
 
 
 def _with_adapter(model: Path, options: TuneOptions) -> Any:
