@@ -97,6 +97,7 @@ def _data(
     annotate = _annotator(request.annotator)
     with ExitStack() as stack:
         for source in _sources(request, stack):
+            report(f"playing {len(source.samples)} traces, then again as the method would")
             for row in trace_rows(source, request.every, annotate, request.options.seed, counts):
                 rows.append(row)
                 report(f"{len(rows)} of {counts.played} traces played again; {row.sample}")

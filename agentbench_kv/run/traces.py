@@ -9,9 +9,8 @@ the question, the rows that have left.
 from __future__ import annotations
 
 import random
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +66,8 @@ class TraceEngine(RecordingEngine):
         super().__init__(answers, tokenizer_path, 1 << 24)
         self._ask = ask
         self._asked: dict[str, int] = {}  # fork -> the request of its session that it is asked at
-        self.asked: list[tuple[int, list[int]]] = []  # request, ids of the session and the question
+        # Request, ids of the session and the question, and those of them that had not left.
+        self.asked: list[tuple[int, list[int], list[int]]] = []
         self.left: list[tuple[int, int, int]] = []  # begin, end, the session's tokens at that time
 
     def fork(self, session: str, new: str, labeller: PhaseLabeller) -> None:
@@ -83,7 +83,9 @@ class TraceEngine(RecordingEngine):
         if session not in self._asked:
             return super().generate(session, sampling)
         state, request = self._sessions[session], self._asked[session]
-        self.asked.append((request, list(state.tokens)))
+        gone = {at for begin, end, _ in self.left for at in range(begin, end)}
+        seen = [token for at, token in enumerate(state.tokens) if at not in gone]
+        self.asked.append((request, list(state.tokens), seen))
         return ScriptedGeneration(state, self._ask(request), sampling, LONGEST_ANSWER)
 
     def whole(self, session: str) -> tuple[list[int], list[bool]]:
@@ -111,9 +113,7 @@ class _Hindsight:
             use for use in self.uses if use.brought <= request and use.cursor not in self.closed
         ]
         gone = told(left, request, self.habits)
-        found = ExpiryQuestion(
-            self.session, request, tuple(left), tuple(sorted(gone)), self._calls_left()
-        )
+        found = ExpiryQuestion(self.session, request, tuple(left), tuple(sorted(gone)))
         self.asked[request] = found
         return found
 
@@ -128,16 +128,6 @@ class _Hindsight:
         drawn = [cursor for _, cursor in order if cursor in question.told][:count]
         self.closed.update(drawn)
         return tuple(sorted(drawn))
-
-    def _calls_left(self) -> frozenset[int]:
-        """Return the answers whose calls have left, all their results being closed."""
-        results: dict[int, list[int]] = defaultdict(list)
-        for use in self.uses:
-            if use.call:
-                results[use.call.message].append(use.cursor)
-        gone = {message for message, cursors in results.items() if self.closed.issuperset(cursors)}
-        answers = enumerate(self.session.answers, start=1)
-        return frozenset(number for number, message in answers if message in gone)
 
 
 def trace_rows(
@@ -203,10 +193,11 @@ def _row(
     attempt = _play(source, sample, engine, gateway)
     ids, answered = engine.whole(attempt.report.session)
     forks = []
-    for request, read in engine.asked:
+    for request, read, seen in engine.asked:
         if request == len(hindsight.session.answers):
             continue  # nobody waits for what is asked at the last one
-        asked, at = hindsight.asked[request], _common(ids, read)
+        at = _common(ids, read)
+        asked = replace(hindsight.asked[request], shown=gateway.codec.decode(seen))
         learnt = answer(annotate(asked), verdict(asked.told))
         cursors = [use.cursor for use in asked.open]
         fork = (at, [*read[at:], *learnt], len(read) - at)

@@ -28,7 +28,6 @@ from agentbench_kv.run.traces import TraceCounts, trace_rows
 from agentbench_kv.training.sidequest.annotation import ExpiryQuestion, by_rule
 from agentbench_kv.training.sidequest.hindsight import (
     CursorUse,
-    Use,
     awaited,
     cursor_uses,
     expired,
@@ -81,9 +80,7 @@ def test_a_result_is_used_as_long_as_its_words_or_its_cursor_are_named() -> None
         (0, 2, 4), (1, 3, 5), (2, 4, 4), (3, 5, 5)
     ]  # fmt: skip
     assert [use.call.name for use in uses if use.call] == ["search", "price", "look", "book"]
-    assert [[(u.answer, u.tool) for u in use.uses] for use in uses] == [
-        [(2, "price"), (3, "look"), (4, "book")], [(5, "")], [], [(5, "")]
-    ]  # fmt: skip
+    assert [use.uses for use in uses] == [(2, 3, 4), (5,), (), (5,)]
     assert [expired(uses, request) for request in range(1, 7)] == [
         set(), set(), set(), set(), {0, 2}, {0, 1, 2, 3}
     ]  # fmt: skip
@@ -138,9 +135,8 @@ def test_last_uses_equal_their_definition(turns: list[tuple[str, list[str]]]) ->
 
 
 def used(cursor: int, tool: str, brought: int, *answers: int) -> CursorUse:
-    """Make a result of a tool that calls of `take` use."""
-    made = ToolUse(tool, {}, message=0, result=1)
-    return CursorUse(cursor, 1, brought, tuple(Use(answer, "take") for answer in answers), made)
+    """Make a result of a tool that answers use."""
+    return CursorUse(cursor, 1, brought, answers, ToolUse(tool, {}, message=0, result=1))
 
 
 def test_what_is_mostly_used_later_cannot_be_told_to_be_expired() -> None:
@@ -158,35 +154,26 @@ def test_what_is_mostly_used_later_cannot_be_told_to_be_expired() -> None:
     assert awaited([]) == frozenset()
 
 
-WORDS_OF_RESULTS = ('{"cursor": 0, "port": "bag/timu", "log": "x"}', "[cursor 1] so 3.5 it is", "!")
-
-
 def test_reasoning_by_rule_is_what_the_answer_follows_from() -> None:
+    results = ('{"cursor": 0, "port": "bag/timu", "log": "x"}', "hat 3.5 is", "!")
     messages = [{"role": "user", "content": "go"}]
-    for number, text in enumerate(WORDS_OF_RESULTS):
+    for number, text in enumerate(results):
         messages += [call(f"t{number}", at=number), result(f"t{number}", text)]
     messages += [{"role": "assistant", "content": "done"}]
     session = ChatSession("s", tuple(messages))
-    uses = [
-        CursorUse(0, 2, 2, (Use(3, "ship"), Use(4, "")), None),
-        CursorUse(1, 4, 3, (Use(4, "look"),), None),
-        CursorUse(2, 6, 4, (), None),
-    ]
+    uses = [CursorUse(cursor, 2 * cursor + 2, cursor + 2, (), None) for cursor in range(3)]
 
-    def lines(request: int, told: tuple[int, ...], left: tuple[int, ...] = (), *gone: int) -> str:
+    def lines(shown: str, told: tuple[int, ...], *gone: int) -> list[str]:
         found = tuple(use for use in uses if use.cursor not in gone)
-        return by_rule(ExpiryQuestion(session, request, found, told, frozenset(left)))
+        return by_rule(ExpiryQuestion(session, 4, found, told, shown)).splitlines()
 
-    assert lines(3, ()) == "0,bag/timu,-,keep\n1,cursor,-,keep\n2,result,-,keep"
-    assert lines(4, (0, 2)).splitlines() == [
-        "0,bag/timu,ship,done [0]", "1,cursor,-,keep", "2,result,-,done [0, 2]"
-    ]  # fmt: skip
-    assert lines(5, (0,)).splitlines()[:2] == ["0,bag/timu,said,done [0]", "1,cursor,look,keep"]
-    # A use is seen as long as its call is, and what an answer says stays.
-    assert lines(5, (), (3, 4), 1).splitlines() == [
-        "0,bag/timu,said,keep", "1,gone", "2,result,-,keep"
-    ]  # fmt: skip
-    assert lines(4, (), (3,)).startswith("0,bag/timu,-,keep")
+    assert lines("", ()) == ["0,bag,keep", "1,hat,keep", "2,result,keep"]
+    # Of what begins alike the newest is named.
+    text = '{"port": "bag/timu", "log": "baggy"}\nhat 3.5 <p>bag+saka</p> hat-1.'
+    assert lines(text, (0, 2)) == ["0,bag+saka,done [0]", "1,hat-1,keep", "2,result,done [0, 2]"]
+    assert lines(text, (2,), 0, 1) == ["0,gone", "1,gone", "2,result,done [2]"]
+    assert lines(text, (), 2) == ["0,bag+saka,keep", "1,hat-1,keep"]
+    assert by_rule(ExpiryQuestion(session, 4, (), ())) == ""
 
 
 @pytest.fixture(scope="module")
@@ -220,10 +207,10 @@ def test_a_fork_is_what_the_model_is_shown(rows: list[SideQuestRow], codec: Toke
         answer = codec.decode(fork.ids[fork.answer :])
         assert named_cursors(answer) == fork.told
         assert set(fork.told) <= set(fork.expired) <= set(fork.open)
-        lines = [line.split(",", 3) for line in answer.splitlines()[1:-3]]
+        lines = [line.split(",", 2) for line in answer.splitlines()[1:-3]]
         assert [int(line[0]) for line in lines] == list(range(max(fork.open) + 1))
         assert all(line[1:] == ["gone"] for line in lines if int(line[0]) not in fork.open)
-        said = {int(line[0]): line[3].split()[0] for line in lines if len(line) == 4}
+        said = {int(line[0]): line[2].split()[0] for line in lines if len(line) == 3}
         assert said == {c: "done" if c in fork.told else "keep" for c in fork.open}
         shown = asked(row, fork)
         seen = [token for token, is_seen in zip(shown.ids, shown.seen[-1], strict=True) if is_seen]

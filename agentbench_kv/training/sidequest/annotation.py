@@ -7,6 +7,7 @@ that is told what the right answer is (Algorithm 2, line 19). The verdict is the
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -38,7 +39,7 @@ class ExpiryQuestion:
     request: int  # the answer to it is not known yet
     open: tuple[CursorUse, ...]
     told: tuple[int, ...]  # open cursors that it is to name
-    left: frozenset[int] = frozenset()  # answers whose calls have left with their results
+    shown: str = ""  # the text that it sees: the session without what has left, and the question
 
     @property
     def read(self) -> int:
@@ -62,34 +63,25 @@ def verdict(named: Sequence[int]) -> str:
 def by_rule(question: ExpiryQuestion) -> str:
     """Return a line for every cursor up to the last open one, and what follows from it.
 
-    The line of an open one has the first word of the result, who used it last as far as one still
-    sees (a tool, `said` for a text, `-` for nobody), and `keep` or `done`, with all that are done
-    so far: the command is a copy of the last such list. Those that left are listed too, because a
-    small model counts on where it should skip.
+    The line of an open one has the newest mention of what the result says first, and `keep` or
+    `done`, with all that are done so far: the command is a copy of the last such list. Those that
+    left are listed too, because a small model counts on where it should skip.
     """
     found = {use.cursor: use for use in question.open}
-    lines, done = [], []
+    newest = {_name(word): word for word in WORD.findall(question.shown)}
+    lines: list[str] = []
+    done: list[int] = []
     for cursor in range(max(found, default=-1) + 1):
-        use = found.get(cursor)
-        if use is None:
+        if cursor not in found:
             lines.append(f"{cursor},gone")
             continue
         state = "keep"
         if cursor in question.told:
             done.append(cursor)
             state = f"done {json.dumps(done)}"
-        lines.append(f"{cursor},{_first_word(question, use)},{_user(question, use)},{state}")
+        name = _first_name(question, found[cursor])
+        lines.append(f"{cursor},{newest.get(name, name)[:_LONGEST_NAME]},{state}")
     return "\n".join(lines)
-
-
-def _user(question: ExpiryQuestion, use: CursorUse) -> str:
-    """Return who used a result last: a call that has left shows no more."""
-    seen = [
-        each.tool or "said"
-        for each in use.uses
-        if each.answer < question.request and (each.answer not in question.left or not each.tool)
-    ]
-    return seen[-1] if seen else "-"
 
 
 def by_model(url: str, model: str, key: str = "") -> Annotator:
@@ -118,8 +110,8 @@ def by_model(url: str, model: str, key: str = "") -> Annotator:
     return annotate
 
 
-def _first_word(question: ExpiryQuestion, use: CursorUse) -> str:
-    """Name a result by the first word of what it says: short, and right behind its cursor."""
+def _first_name(question: ExpiryQuestion, use: CursorUse) -> str:
+    """Return the name that a result begins with, right behind its cursor."""
     text = text_of(question.session.messages[use.message])
     with suppress(ValueError):
         found = json.loads(text)
@@ -127,7 +119,12 @@ def _first_word(question: ExpiryQuestion, use: CursorUse) -> str:
             values = [value for key, value in found.items() if key != "cursor"]
             text = json.dumps(values, ensure_ascii=False)
     word = WORD.search(text)
-    return word.group()[:_LONGEST_NAME] if word else "result"
+    return _name(word.group()) if word else "result"
+
+
+def _name(word: str) -> str:
+    """Return what a word begins with: `bag` of `bag/timu`, `bag+saka` and `bag`."""
+    return re.split(r"\W", word, maxsplit=1)[0]
 
 
 def _story(question: ExpiryQuestion) -> str:

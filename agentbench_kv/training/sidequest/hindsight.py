@@ -26,32 +26,24 @@ _SHORTEST = 3  # shorter words stand in any text
 
 
 @dataclass(frozen=True)
-class Use:
-    """An answer that uses a result."""
-
-    answer: int
-    tool: str  # that it calls with what the result said; empty if it says it itself
-
-
-@dataclass(frozen=True)
 class CursorUse:
     """A tool result in a trace."""
 
     cursor: int
     message: int
     brought: int  # the first answer that has read it
-    uses: tuple[Use, ...]  # in order
+    uses: tuple[int, ...]  # the answers that use it, in order
     call: ToolUse | None
 
     @property
     def last(self) -> int:
         """The last answer that uses it; the first that has read it if none does."""
-        return self.uses[-1].answer if self.uses else self.brought
+        return self.uses[-1] if self.uses else self.brought
 
     def habit(self, request: int) -> Habit:
         """Return what speaks for its being used again, as a request sees it."""
         name = self.call.name if self.call else ""
-        return name, any(use.answer < request for use in self.uses)
+        return name, any(answer < request for answer in self.uses)
 
 
 Habit = tuple[str, bool]  # a tool, and whether its result has been used before
@@ -70,9 +62,8 @@ def cursor_uses(session: ChatSession) -> list[CursorUse]:
         after = [number for number, answer in enumerate(answers, start=1) if answer > at]
         if not after:
             continue  # nobody read it
-        users = [(number, _user(said[answers[number - 1]], own[at], cursor)) for number in after]
-        uses = tuple(Use(number, tool) for number, tool in users if tool is not None)
-        found.append(CursorUse(cursor, at, after[0], uses, calls.get(at)))
+        using = tuple(n for n in after if _uses(said[answers[n - 1]], own[at], cursor))
+        found.append(CursorUse(cursor, at, after[0], using, calls.get(at)))
     return found
 
 
@@ -88,7 +79,7 @@ def awaited(traces: Iterable[Sequence[CursorUse]]) -> frozenset[Habit]:
         for use in uses:
             again[use.habit(use.brought)].append(bool(use.uses))
             if use.uses:
-                again[use.habit(use.uses[0].answer + 1)].append(len(use.uses) > 1)
+                again[use.habit(use.uses[0] + 1)].append(len(use.uses) > 1)
     return frozenset(habit for habit, found in again.items() if 2 * sum(found) > len(found))
 
 
@@ -109,32 +100,22 @@ def _first_words(messages: Sequence[Message], known: set[str]) -> dict[int, set[
     return found
 
 
-@dataclass(frozen=True)
-class _Said:
-    """What a text, or a call's arguments, say."""
-
-    tool: str  # empty for a text
-    words: set[str]
-    cursors: set[int]  # named by arguments
-
-
-def _said(message: Message) -> list[_Said]:
-    """Return what an answer's text and each of its calls say."""
-    found = [_Said("", _words(text_of(message)), set())]
+def _said(message: Message) -> tuple[set[str], set[int]]:
+    """Return the words of an answer and its calls, and the cursors that the calls name."""
+    words, cursors = _words(text_of(message)), set()
     for use in tool_uses([message]):
         # Names of arguments are the tool's words, not the agent's.
-        words = _words(json.dumps(list(use.arguments.values()), ensure_ascii=False))
-        named = [use.arguments.get(name) for name in ("cursor", "cursors")]
-        listed = [value if isinstance(value, list) else [value] for value in named]
-        cursors = {each for values in listed for each in values if type(each) is int}
-        found.append(_Said(use.name, words, cursors))
-    return found
+        words |= _words(json.dumps(list(use.arguments.values()), ensure_ascii=False))
+        for name, value in use.arguments.items():
+            if name in ("cursor", "cursors"):
+                listed = value if isinstance(value, list) else [value]
+                cursors |= {each for each in listed if type(each) is int}
+    return words, cursors
 
 
-def _user(said: Sequence[_Said], own: set[str], cursor: int) -> str | None:
-    """Return the first tool whose call uses a result, empty for the text; None if nothing does."""
-    using = [each.tool for each in said if cursor in each.cursors or each.words & own]
-    return next((tool for tool in using if tool), using[0]) if using else None
+def _uses(said: tuple[set[str], set[int]], own: set[str], cursor: int) -> bool:
+    words, cursors = said
+    return cursor in cursors or bool(words & own)
 
 
 def _words(text: str) -> set[str]:
