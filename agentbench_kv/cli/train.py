@@ -41,7 +41,12 @@ def train() -> None:
     click.FloatRange(min=0, min_open=True),
     default=2e-4,
 )
-@opt.option("--distill", "Weight of the main traces' loss.", click.FloatRange(min=0), default=500.0)
+@opt.option(
+    "--distill",
+    "Weight of what is learnt from the base model.",
+    click.FloatRange(min=0),
+    default=500.0,
+)
 @opt.option("--batch", "Sessions in a step.", opt.POSITIVE, default=8)
 @opt.option(
     "--seed", "Of golden samples, weights, order, and the cursors that are closed.", int, default=0

@@ -167,12 +167,14 @@ def test_reasoning_by_rule_is_what_the_answer_follows_from() -> None:
         found = tuple(use for use in uses if use.cursor not in gone)
         return by_rule(ExpiryQuestion(session, 4, found, told, shown)).splitlines()
 
-    assert lines("", ()) == ["0,bag,keep", "1,hat,keep", "2,result,keep"]
+    assert lines("", ()) == ['0, "port": "bag,keep', "1] hat,keep", "2,result,keep"]
     # Of what begins alike the newest is named.
     text = '{"port": "bag/timu", "log": "baggy"}\nhat 3.5 <p>bag+saka</p> hat-1.'
-    assert lines(text, (0, 2)) == ["0,bag+saka,done [0]", "1,hat-1,keep", "2,result,done [0, 2]"]
-    assert lines(text, (2,), 0, 1) == ["0,gone", "1,gone", "2,result,done [2]"]
-    assert lines(text, (), 2) == ["0,bag+saka,keep", "1,hat-1,keep"]
+    assert lines(text, (0, 2)) == [
+        '0, "port": "bag+saka,done [0]', "1] hat-1,keep", "2,result,done [0, 2]"
+    ]  # fmt: skip
+    assert lines(text, (2,), 0, 1) == ["0,-", "1,-", "2,result,done [2]"]
+    assert lines(text, (), 2) == ['0, "port": "bag+saka,keep', "1] hat-1,keep"]
     assert by_rule(ExpiryQuestion(session, 4, (), ())) == ""
 
 
@@ -209,7 +211,7 @@ def test_a_fork_is_what_the_model_is_shown(rows: list[SideQuestRow], codec: Toke
         assert set(fork.told) <= set(fork.expired) <= set(fork.open)
         lines = [line.split(",", 2) for line in answer.splitlines()[1:-3]]
         assert [int(line[0]) for line in lines] == list(range(max(fork.open) + 1))
-        assert all(line[1:] == ["gone"] for line in lines if int(line[0]) not in fork.open)
+        assert all(line[1:] == ["-"] for line in lines if int(line[0]) not in fork.open)
         said = {int(line[0]): line[2].split()[0] for line in lines if len(line) == 3}
         assert said == {c: "done" if c in fork.told else "keep" for c in fork.open}
         shown = asked(row, fork)

@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 import httpx
 
 from agentbench_kv.adapters.probe.session import ChatSession, text_of
 from agentbench_kv.errors import PrerequisiteError
+from agentbench_kv.gateway.cursors import with_cursors
 from agentbench_kv.training.sidequest.hindsight import WORD, CursorUse, expired
 
 _LONGEST_NAME = 40  # characters
@@ -63,24 +63,26 @@ def verdict(named: Sequence[int]) -> str:
 def by_rule(question: ExpiryQuestion) -> str:
     """Return a line for every cursor up to the last open one, and what follows from it.
 
-    The line of an open one has the newest mention of what the result says first, and `keep` or
-    `done`, with all that are done so far: the command is a copy of the last such list. Those that
-    left are listed too, because a small model counts on where it should skip.
+    The line of an open one goes on behind its number as the result does, up to the first name in
+    it, for which its newest mention stands; then `keep`, or `done` with all that are done so far:
+    the command is a copy of the last such list. Those that left are listed too, because a small
+    model counts on where it should skip.
     """
     found = {use.cursor: use for use in question.open}
     newest = {_name(word): word for word in WORD.findall(question.shown)}
+    results = with_cursors(question.session.messages)
     lines: list[str] = []
     done: list[int] = []
     for cursor in range(max(found, default=-1) + 1):
         if cursor not in found:
-            lines.append(f"{cursor},gone")
+            lines.append(f"{cursor},-")
             continue
         state = "keep"
         if cursor in question.told:
             done.append(cursor)
             state = f"done {json.dumps(done)}"
-        name = _first_name(question, found[cursor])
-        lines.append(f"{cursor},{newest.get(name, name)[:_LONGEST_NAME]},{state}")
+        opening, name = _beginning(text_of(results[found[cursor].message]), cursor)
+        lines.append(f"{cursor}{opening}{newest.get(name, name)[:_LONGEST_NAME]},{state}")
     return "\n".join(lines)
 
 
@@ -110,16 +112,15 @@ def by_model(url: str, model: str, key: str = "") -> Annotator:
     return annotate
 
 
-def _first_name(question: ExpiryQuestion, use: CursorUse) -> str:
-    """Return the name that a result begins with, right behind its cursor."""
-    text = text_of(question.session.messages[use.message])
-    with suppress(ValueError):
-        found = json.loads(text)
-        if isinstance(found, dict):
-            values = [value for key, value in found.items() if key != "cursor"]
-            text = json.dumps(values, ensure_ascii=False)
-    word = WORD.search(text)
-    return _name(word.group()) if word else "result"
+def _beginning(text: str, cursor: int) -> tuple[str, str]:
+    """Return what stands between a result's cursor and the first name in it, and that name."""
+    behind = text.partition(str(cursor))[2]
+    words = (word for word in WORD.finditer(behind) if behind[word.end() :][:2] != '":')
+    first = next(words, None)  # that is no key of an object
+    if first is None:
+        return ",", "result"
+    opening = behind[: first.start()]
+    return (opening if len(opening) <= _LONGEST_NAME else ","), _name(first.group())
 
 
 def _name(word: str) -> str:

@@ -142,12 +142,12 @@ class Tuner:
             group["lr"] = self.options.lr * (1 - self.step / self.steps)
         losses: tuple[list[float], list[float]] = ([], [])
         for row in batch:
-            answers, distill = self._losses(row)
-            loss = distill * self.options.distill
-            losses[1].append(distill.item())
-            if answers is not None:
-                loss = loss + answers
-                losses[0].append(answers.item())
+            asked, own = self._losses(row)
+            loss = own * self.options.distill
+            losses[1].append(own.item())
+            if asked is not None:
+                loss = loss + asked
+                losses[0].append(asked.item())
             (loss / len(batch)).backward()  # type: ignore[no-untyped-call]
         self._optimizer.step()
         self._optimizer.zero_grad()
@@ -155,14 +155,16 @@ class Tuner:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
         tokens = sum(row.tokens for row in batch)
         seconds = time.perf_counter() - started
-        means = [sum(found) / len(found) if found else None for found in losses]
-        return StepReport(self.step, self.steps, *means, tokens, seconds, peak)
+        answers, distill = (sum(found) / len(found) if found else None for found in losses)
+        return StepReport(self.step, self.steps, answers, distill, tokens, seconds, peak)
 
     def _losses(self, row: SideQuestRow) -> tuple[Tensor | None, Tensor]:
         """Return the means over the tokens of a session's forks' answers, and over its own."""
         length = len(row.ids)
         own = [at - 1 for at, answered in enumerate(row.answered) if answered and at]
-        asked, wanted, begin = [], [], length
+        asked: list[int] = []
+        wanted: list[int] = []
+        begin = length
         for fork in row.forks:
             asked += range(begin + fork.answer - 1, begin + len(fork.ids) - 1)
             wanted += fork.ids[fork.answer :]
