@@ -366,7 +366,7 @@ def test_answers_are_learnt_and_the_task_is_not_forgotten(
     rows: list[SideQuestRow], tmp_path: Path
 ) -> None:
     usable = trained_on(rows)
-    made = tuner(usable, tmp_path, replace(SMALL, epochs=3))
+    made = tuner(usable, tmp_path, replace(SMALL, epochs=6))
     found: list[Any] = []
     made.run(found.append)
     asked = [step.auxiliary for step in found if step.auxiliary is not None]
