@@ -67,6 +67,7 @@ def named(models: list[str], task: str, limit: int, every: int) -> None:
     print(f"{task}, {len(rows)} sessions, {sum(len(row.forks) for row, _ in rows)} questions\n")
     print("| model | told and named | expired and named | named and expired | unreadable |")
     print("|---|---|---|---|--:|")
+    slips = []
     for model in models:
         network = AutoModelForCausalLM.from_pretrained(model_path(model)).eval()
         parts: dict[str, dict[str, tuple[float, float]]] = defaultdict(dict)
@@ -83,7 +84,8 @@ def named(models: list[str], task: str, limit: int, every: int) -> None:
                 wrong += [f"{row.sample}@{fork.at}: {cursor}" for cursor in sorted(found - over)]
         cells = [_share(parts[name]) for name in ("told", "expired", "right")]
         print(f"| {Path(model).parent.name or model} | {' | '.join(cells)} | {unreadable} |")
-        print(f"\nnamed and needed later: {', '.join(wrong) or 'none'}\n")
+        slips.append(f"{model} names what is needed later: {', '.join(wrong) or 'nothing'}")
+    print("", *slips, sep="\n")
 
 
 def _add(counts: dict[str, tuple[float, float]], sample: str, right: int, of: int) -> None:

@@ -81,7 +81,7 @@ def by_rule(question: ExpiryQuestion) -> str:
         if cursor in question.told:
             done.append(cursor)
             state = f"done {json.dumps(done)}"
-        opening, name = _beginning(text_of(results[found[cursor].message]), cursor)
+        opening, name = _beginning(text_of(dict(results[found[cursor].message])), cursor)
         lines.append(f"{cursor}{opening}{newest.get(name, name)[:_LONGEST_NAME]},{state}")
     return "\n".join(lines)
 
