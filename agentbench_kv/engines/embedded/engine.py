@@ -27,11 +27,7 @@ from agentbench_kv.engines.base import (
     Sampling,
 )
 from agentbench_kv.engines.core.kv_dtype import KV_DTYPES
-from agentbench_kv.engines.embedded.memory import (
-    SessionMemory,
-    harvest,
-    memory_method,
-)
+from agentbench_kv.engines.core.memory import SessionMemory, before_rope, memory_method
 from agentbench_kv.engines.embedded.model import (
     IN_MEMORY,
     LoadedModel,
@@ -236,8 +232,10 @@ class EmbeddedEngine(Engine):
         if not 0 <= count <= state.fed:
             raise UsageError(f"session {state.name} has seen {state.fed} tokens, not {count}")
         first = state.positions_taken
-        rows = slice(first, first + count)
-        bank.append(*harvest(state.cache, rows, first, state.frequencies))
+        own, turned = slice(first, first + count), self._shape.interleaved
+        rows = [each[:, :, own] for each in (state.cache.keys, state.cache.values)]
+        keys = before_rope(rows[0], first, state.frequencies, interleaved=turned)
+        bank.append(keys, rows[1].clone())
 
     def recollect(self, session: str, bank: str, tokens: Sequence[int]) -> float | None:
         # Too many to be read are too many: who reads them says so.
@@ -268,7 +266,8 @@ class EmbeddedEngine(Engine):
     def _attach(self, state: EmbeddedSession, method: MemArt, bank: MemoryBank) -> None:
         if state.logical or state.memory is not None:
             raise UsageError(f"session {state.name} has begun: a memory is attached before that")
-        state.attach(SessionMemory(method, bank, state.frequencies))
+        turned = self._shape.interleaved
+        state.attach(SessionMemory(method, bank, state.frequencies, interleaved=turned))
 
     def recalled(self, session: str) -> NDArray[np.int64]:
         memory = self._scheduler.get(session).memory

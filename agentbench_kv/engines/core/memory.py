@@ -1,42 +1,44 @@
-"""A memory bank's rows in a session: harvested from past ones, spliced in before a prompt."""
+"""What a session brings back from a memory bank: which rows, and how they come before its own."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from copy import copy
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agentbench_kv.engines.embedded.cache import SessionCache
 from agentbench_kv.errors import UsageError
 from agentbench_kv.kernels import rope_rotate
 from agentbench_kv.methods.memory.bank import MemoryBank
 from agentbench_kv.methods.memory.memart import MemArt
 
 
-def harvest(
-    cache: SessionCache, rows: slice, first: int, frequencies: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Copy rows of a cache, the first of which has RoPE position `first`.
+def before_rope(keys: Tensor, first: int, frequencies: Tensor, *, interleaved: bool) -> Tensor:
+    """Return copies, float32, of keys or queries of which the first has RoPE position `first`.
 
-    Keys, float32 and before RoPE, and values: [layers, kv_heads, n, head_dim].
+    [..., heads, n, head_dim], turned back to position 0.
     """
-    keys = cache.keys[:, :, rows].float().clone()
-    back = -torch.arange(first, first + keys.shape[2], device=keys.device)
-    rope_rotate(keys, back, frequencies, interleaved=cache.shape.interleaved)
-    return keys, cache.values[:, :, rows].clone()
+    plain = keys.float().clone()
+    back = -torch.arange(first, first + plain.shape[-2], device=plain.device)
+    shaped = plain[None] if plain.ndim == 3 else plain
+    rope_rotate(shaped, back, frequencies, interleaved=interleaved)
+    return plain
 
 
 class SessionMemory:
     """What a session brings back from a bank: as many rows in every layer.
 
     They are chosen in each layer as the prompt is read; or, the same in all, before: the prompt is
-    then fed once without any of the bank's rows, to find them.
+    then fed once without any of the bank's rows, to find them. Keys are the bank's, whose RoPE
+    pairs are neighbours (`interleaved`) or half a head apart.
     """
 
-    def __init__(self, method: MemArt, bank: MemoryBank, frequencies: Tensor) -> None:
+    def __init__(
+        self, method: MemArt, bank: MemoryBank, frequencies: Tensor, *, interleaved: bool = False
+    ) -> None:
         self.rows = method.rows_of(bank)
         self.passes = method.passes
         self.due = False  # whether the next forward begins a prompt
@@ -44,10 +46,15 @@ class SessionMemory:
         self._method = method
         self._bank = bank
         self._frequencies = frequencies
+        self._interleaved = interleaved
         self._chosen: dict[int, Tensor] = {}  # by layer; a fork has the same one until its prompt
         # Relevance by layer, and by the position of the first token that it is for.
         self._found: defaultdict[int, dict[int, Tensor]] = defaultdict(dict)
         self._blocks = 0  # of the bank when the prompt began
+
+    def fork(self) -> SessionMemory:
+        """Return that of a session which goes on from here."""
+        return copy(self)
 
     def recalled(self) -> NDArray[np.int64]:
         """Return which of the bank's rows the last prompt brought back: [layers, rows]."""
@@ -63,20 +70,18 @@ class SessionMemory:
         self._blocks = self._bank.blocks
         self._found = defaultdict(dict)
 
-    def ask(self, cache: SessionCache, layer: int, queries: Tensor, first: int) -> None:
-        """Find what a layer's queries need, or have it brought back.
+    def ask(self, layer: int, queries: Tensor, first: int) -> None:
+        """Find what a layer's queries need; what comes back, if it is chosen by layer.
 
         Queries [q_heads, n, head_dim] are post-RoPE, the first of them at position `first`.
         """
         if self.looking:
             # A forward that failed may come again: the same entry.
-            self._found[layer][first] = self._relevance(cache, layer, queries, first)
-            return
-        if self.passes == 1:
-            relevance = self._relevance(cache, layer, queries, first)
+            self._found[layer][first] = self._relevance(layer, queries, first)
+        elif self.passes == 1:
+            relevance = self._relevance(layer, queries, first)
             chosen = self._method.choose(relevance, self._bank, self.rows)
             self._chosen = {**self._chosen, layer: chosen}
-        self.splice(cache, layer)
 
     def choose(self) -> None:
         """Choose for all layers together what the prompt needs, all of which has been looked at."""
@@ -85,21 +90,21 @@ class SessionMemory:
         self._chosen = dict.fromkeys(self._found, chosen)
         self.looking = False
 
-    def splice(self, cache: SessionCache, layer: int) -> None:
-        """Put what a prompt brings back into the first rows of a layer, at positions from 0 on."""
+    def front(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return a layer's rows that come back: keys, float32 and at positions from 0 on, values.
+
+        [kv_heads, rows, head_dim], on the bank's device.
+        """
         keys, values = self._bank.gather(layer, self._chosen[layer])
         places = torch.arange(self.rows, device=keys.device)
-        turned = cache.shape.interleaved
-        rope_rotate(keys[None], places, self._frequencies, interleaved=turned)
-        cache.keys[layer, :, : self.rows] = keys.to(cache.shape.dtype)
-        cache.values[layer, :, : self.rows] = values
+        rope_rotate(keys[None], places, self._frequencies, interleaved=self._interleaved)
+        return keys, values
 
-    def _relevance(self, cache: SessionCache, layer: int, queries: Tensor, first: int) -> Tensor:
+    def _relevance(self, layer: int, queries: Tensor, first: int) -> Tensor:
         """Score the blocks that the bank had when the prompt began: [blocks]."""
-        asked = queries.float().clone()
+        asked = queries.float()
         if self._method.retrieval_rope == "raw":
-            back = -torch.arange(first, first + asked.shape[1], device=asked.device)
-            rope_rotate(asked[None], back, self._frequencies, interleaved=cache.shape.interleaved)
+            asked = before_rope(asked, first, self._frequencies, interleaved=self._interleaved)
         lows, highs = (
             each[layer, :, : self._blocks] for each in (self._bank.lows, self._bank.highs)
         )
