@@ -17,6 +17,7 @@ from agentbench_kv.engines.base import (
     Sampling,
 )
 from agentbench_kv.engines.embedded.engine import EmbeddedEngine
+from agentbench_kv.kernels import rope_rotate
 from agentbench_kv.methods.base import Phase
 
 
@@ -70,6 +71,38 @@ class RopeOffByOne(Watched):
             state._next += 1
 
         state.compress = skipping
+
+
+class RecallsTheLast(EmbeddedEngine):
+    """Brings a memory's last rows back, whatever a prompt needs."""
+
+    def attach(self, session: str, bank: str) -> None:
+        super().attach(session, bank)
+        memory: Any = self._scheduler.get(session).memory
+        memory._method = dataclasses.replace(memory._method, pick="last")
+
+
+class RecallsMisplaced(EmbeddedEngine):
+    """Brings a memory's rows back one position too far."""
+
+    def attach(self, session: str, bank: str) -> None:
+        super().attach(session, bank)
+        memory: Any = self._scheduler.get(session).memory
+        front = memory.front
+
+        def misplaced(layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+            keys, values = front(layer)
+            rope_rotate(keys[None], torch.tensor(1), memory._frequencies)
+            return keys, values
+
+        memory.front = misplaced
+
+
+class RecallsUncounted(EmbeddedEngine):
+    """Says nothing of what a memory brought back."""
+
+    def close(self, session: str) -> KVStats:
+        return dataclasses.replace(super().close(session), restored=0)
 
 
 class BudgetOffByOne(EmbeddedEngine):

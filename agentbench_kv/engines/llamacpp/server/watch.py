@@ -67,7 +67,7 @@ class NativeWatch(_Listening):
             self._tell(layer, rows.reshape(-1, heads, head_dim).transpose(0, 1))
 
         self._told = told
-        self._listener = None if told is None else library.LISTENER(hear)
+        self._listener = library.LISTENER() if told is None else library.LISTENER(hear)
         self._plugin.kvb_watch_listen(self._watch, ctypes.cast(self._listener, ctypes.c_void_p))
 
     def want_queries(self, wanted: bool) -> None:
