@@ -98,6 +98,23 @@ class RecallsMisplaced(EmbeddedEngine):
         memory.front = misplaced
 
 
+class RecallsItself(EmbeddedEngine):
+    """Brings a session's own rows back to it."""
+
+    def attach(self, session: str, bank: str) -> None:
+        super().attach(session, bank)
+        memory: Any = self._scheduler.get(session).memory
+        memory.has = lambda _: None
+
+
+class AppendsApart(EmbeddedEngine):
+    """Begins a block with every turn that a memory takes."""
+
+    def memorise(self, session: str, bank: str, tokens: int | None = None, start: int = 0) -> int:
+        self._scheduler.get(session).mark = object()
+        return super().memorise(session, bank, tokens, start)
+
+
 class RecallsUncounted(EmbeddedEngine):
     """Says nothing of what a memory brought back."""
 

@@ -206,6 +206,8 @@ def test_a_memory_passes(sets: str, fixture_for: Callable[[type], Fixture]) -> N
         (broken.RecallsTheLast, {"a memory's rows are the embedded engine's"}),
         (broken.RecallsMisplaced, {"with all rows it is the whole context"}),
         (broken.RecallsUncounted, {"and the accounts"}),
+        (broken.RecallsItself, {"turn by turn is as at once"}),
+        (broken.AppendsApart, {"turn by turn is as at once"}),
     ],
 )
 def test_a_wrong_memory_is_found(

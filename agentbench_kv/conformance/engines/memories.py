@@ -55,6 +55,7 @@ def memory_part(fixture: Fixture, sets: str) -> list[CheckResult]:
         CheckResult.unless(_rows_problem(expected, found), name, f"{len(found.rows)} sessions"),
         compare("answers behind it, too", expected.traces, found.traces, token_problem),
         compare("and the accounts", expected.traces, found.traces, _account_problem),
+        _check_appended(driver.engine),
         _check_whole(fixture, make_method("memart", None, {"block": "8", "sets": sets})),
     ]
 
@@ -74,6 +75,34 @@ def _rows_problem(expected: _Recalled, found: _Recalled) -> str:
             if want != got:
                 return f"{name}: other rows come back to prompt {number}"
     return ""
+
+
+def _check_appended(engine: Engine) -> CheckResult:
+    """Check that turns which are memorised as they end are as all of them at once."""
+    name, ends = "turn by turn is as at once", []
+    for by_turns in (False, True):
+        bank = f"bank-{next(_numbers)}"
+        _remember(engine, bank, _PAST[0])
+        told, rows = _attached(engine, bank), 0
+        for turn in _TURNS:
+            _play(told, turn)
+            if by_turns:
+                rows += engine.memorise(told.name, bank, start=rows)
+        if not by_turns:
+            rows = engine.memorise(told.name, bank)
+        _play(told, _LONG)  # which has these rows anyway
+        asked = _attached(engine, bank)
+        _play(asked, _TURNS[2])
+        found = (rows, told.trace.turns, asked.trace.turns)
+        ends.append((*found, *(engine.recalled(each.name).tolist() for each in (told, asked))))
+        for session in (told, asked):
+            session.close()
+        engine.forget(bank)
+    own = max(map(max, ends[1][3]))
+    problem = "" if ends[0] == ends[1] else "other rows, or another answer behind them"
+    if own >= len(_PAST[0]):
+        problem = problem or "a session's own rows come back to it"
+    return CheckResult.unless(problem, name, f"{ends[0][0]} rows of {len(_TURNS)} turns")
 
 
 def _check_whole(fixture: Fixture, method: Method) -> CheckResult:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from copy import copy
 
 import numpy as np
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from agentbench_kv.errors import UsageError
 from agentbench_kv.kernels import rope_rotate
-from agentbench_kv.methods.memory.bank import MemoryBank
+from agentbench_kv.methods.memory.bank import BlockIndex, MemoryBank
 from agentbench_kv.methods.memory.memart import MemArt
 
 
@@ -50,7 +51,9 @@ class SessionMemory:
         self._chosen: dict[int, Tensor] = {}  # by layer; a fork has the same one until its prompt
         # Relevance by layer, and by the position of the first token that it is for.
         self._found: defaultdict[int, dict[int, Tensor]] = defaultdict(dict)
-        self._blocks = 0  # of the bank when the prompt began
+        # Blocks of the bank that this session's own rows are in: it has these anyway.
+        self._own: frozenset[int] = frozenset()
+        self._seen: BlockIndex | None = None  # what the bank had when the prompt began, of others
 
     def fork(self) -> SessionMemory:
         """Return that of a session which goes on from here."""
@@ -64,10 +67,18 @@ class SessionMemory:
         rows: NDArray[np.int64] = torch.stack([chosen[layer] for layer in sorted(chosen)]).numpy()
         return rows
 
+    def has(self, blocks: Iterable[int]) -> None:
+        """Take in which blocks of the bank the session's own rows have come to."""
+        self._own |= frozenset(blocks)
+
+    def holds(self, bank: MemoryBank) -> bool:
+        """Whether it brings back from a bank."""
+        return bank is self._bank
+
     def begin(self) -> None:
         """Take in that a prompt is about to be read."""
         self.due, self.looking = True, self.passes > 1
-        self._blocks = self._bank.blocks
+        self._seen = self._bank.index().without(self._own)
         self._found = defaultdict(dict)
 
     def ask(self, layer: int, queries: Tensor, first: int) -> None:
@@ -80,13 +91,13 @@ class SessionMemory:
             self._found[layer][first] = self._relevance(layer, queries, first)
         elif self.passes == 1:
             relevance = self._relevance(layer, queries, first)
-            chosen = self._method.choose(relevance, self._bank, self.rows)
+            chosen = self._method.choose(relevance, self._blocks, self.rows)
             self._chosen = {**self._chosen, layer: chosen}
 
     def choose(self) -> None:
         """Choose for all layers together what the prompt needs, all of which has been looked at."""
         found = [list(parts.values()) for parts in self._found.values()]
-        chosen = self._method.choose(self._method.mean_relevance(found), self._bank, self.rows)
+        chosen = self._method.choose(self._method.mean_relevance(found), self._blocks, self.rows)
         self._chosen = dict.fromkeys(self._found, chosen)
         self.looking = False
 
@@ -100,15 +111,18 @@ class SessionMemory:
         rope_rotate(keys[None], places, self._frequencies, interleaved=self._interleaved)
         return keys, values
 
+    @property
+    def _blocks(self) -> BlockIndex:
+        if self._seen is None:
+            raise UsageError("no prompt has begun")
+        return self._seen
+
     def _relevance(self, layer: int, queries: Tensor, first: int) -> Tensor:
         """Score the blocks that the bank had when the prompt began: [blocks]."""
         asked = queries.float()
         if self._method.retrieval_rope == "raw":
             asked = before_rope(asked, first, self._frequencies, interleaved=self._interleaved)
-        lows, highs = (
-            each[layer, :, : self._blocks] for each in (self._bank.lows, self._bank.highs)
-        )
-        return self._method.relevance(asked, lows, highs)
+        return self._method.relevance(asked, self._blocks.lows[layer], self._blocks.highs[layer])
 
 
 def memory_method(method: object) -> MemArt:

@@ -98,6 +98,7 @@ class EmbeddedSession:
         self.reserved = 0  # rows it may come to hold, for the scheduler
         self.broken: BaseException | None = None
         self.memory: SessionMemory | None = None
+        self.mark = object()  # tells its rows in a memory bank from others'
         self._to_look_at: list[tuple[int, Phase]] = []  # tokens that are read twice for it
         # Tokens and phases of the system message, until its rows are there; None: none is shared.
         self.prefix_key: bytes | None = None

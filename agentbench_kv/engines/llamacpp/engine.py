@@ -256,15 +256,16 @@ class LlamaCppEngine(ServingEngine):
         if source.bank and not state.bank:  # no backend has any of its tokens yet
             self._attach(state, source.bank)
 
-    def memorise(self, session: str, bank: str, tokens: int | None = None) -> None:
-        """Add the rows of a session's first tokens to a memory bank, between two generations.
+    def memorise(self, session: str, bank: str, tokens: int | None = None, start: int = 0) -> int:
+        """Add rows of a session to a memory bank, between two generations; return how many.
 
         Those that it brought back itself are no part of it.
         """
         memory_method(self._wire.options.method)
         self._check_bank(bank)
-        self._command(session, "memorise", bank=bank, tokens=tokens)
+        rows = int(self._command(session, "memorise", bank=bank, tokens=tokens, start=start))
         self._banks[bank] = self._epoch
+        return rows
 
     def recollect(self, session: str, bank: str, tokens: Sequence[int]) -> float | None:  # noqa: ARG002
         # Too many to be read are too many: who reads them says so.

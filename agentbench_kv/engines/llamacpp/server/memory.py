@@ -31,7 +31,7 @@ class MemoryCommands:
 
     def handlers(self) -> dict[str, Callable[[Request], Any]]:
         work = {
-            "memorise": lambda r: self._memorise(r["session"], r["bank"], r["tokens"]),
+            "memorise": lambda r: self._memorise(r["session"], r["bank"], r["tokens"], r["start"]),
             "recollect": lambda r: self._recollect(r["bank"], r["past"]),
             "preserve": lambda r: self._preserve(r["bank"], r["past"], r["seconds"]),
             "attach": lambda r: self._attach(r["session"], r["bank"]),
@@ -48,18 +48,23 @@ class MemoryCommands:
         method = memory_method(self._scheduler.policy.method)
         return self._banks.setdefault(name, MemoryBank(method.block))
 
-    def _memorise(self, name: str, bank: str, tokens: int | None) -> None:
+    def _memorise(self, name: str, bank: str, tokens: int | None, start: int) -> int:
         session = self._scheduler.idle_session(name)
         fed, held = session.ledger.fed, self._bank(bank)
         count = fed if tokens is None else tokens
-        if not 0 <= count <= fed:
-            raise UsageError(f"session {name} has seen {fed} tokens, not {count}")
-        keys, values = session.rows.read_own(count)
-        if keys.shape[2] != count:
-            raise UsageError(f"{keys.shape[2]} of the first {count} tokens are in the cache")
+        if not 0 <= start <= count <= fed:
+            what = f"{start} to {count}" if start else str(count)
+            raise UsageError(f"session {name} has seen {fed} tokens, not {what}")
+        keys, values = session.rows.read_own(start, count)
+        if keys.shape[2] != count - start:
+            raise UsageError(f"{keys.shape[2]} of {count - start} tokens are in the cache")
         frequencies = self._scheduler.cells.form.frequencies
-        plain = before_rope(keys, session.positions_taken, frequencies, interleaved=False)
-        held.append(plain, values)
+        first = session.positions_taken + start
+        plain = before_rope(keys, first, frequencies, interleaved=False)
+        blocks = held.append(plain, values, session.mark, start)
+        if session.memory is not None and session.memory.holds(held):
+            session.memory.has(blocks)
+        return count - start
 
     def _recollect(self, bank: str, past: list[int]) -> float | None:
         found = None if self._files is None else self._files.find(past)

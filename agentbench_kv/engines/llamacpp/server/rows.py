@@ -130,9 +130,9 @@ class SequenceRows:
         """Write a layer's rows [kv_heads, first, head_dim] before its own."""
         self._cells.write(layer, self.cells[: self.first], keys, values)
 
-    def read_own(self, count: int) -> tuple[Tensor, Tensor]:
-        """Copy its first own tokens' keys and values, as `Cells.read` does."""
-        own = (self.logical >= 0) & (self.logical < count)
+    def read_own(self, start: int, end: int) -> tuple[Tensor, Tensor]:
+        """Copy some of its own tokens' keys and values, as `Cells.read` does."""
+        own = (self.logical >= start) & (self.logical < end)
         return self._cells.read(self.cells[own])
 
     def park(self) -> None:

@@ -37,6 +37,7 @@ class BackendSession:
         self.rows = SequenceRows(cells)
         self.memory: SessionMemory | None = None
         self._to_look_at = 0  # tokens that are read twice for it
+        self.mark = object()  # tells its rows in a memory bank from others'
         self.ledger = SessionLedger(method, size)
         self.drawn = 0  # how many of the tokens to feed are an answer's, if several are given
         self.reserved = 0  # rows it may come to hold before its turn ends
@@ -102,6 +103,7 @@ class BackendSession:
         twin.name, twin.tokens, twin.used = name, self.tokens.copy(), next(_clock)
         twin.rows, twin.ledger = self.rows.fork(sequence), self.ledger.fork()
         twin.memory = None if self.memory is None else self.memory.fork()
+        twin.mark = object()
         return twin
 
     def add_drawn(self, tokens: list[int]) -> None:
