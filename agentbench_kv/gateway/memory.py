@@ -175,7 +175,9 @@ class BankMemories(Memories):
 
     def append(self, state: Session) -> None:
         bank = self.bank_of(state.id)
-        if self._appends and bank:
+        if not (self._appends and bank):
+            return
+        with self._lock:
             before = self._adding.get(bank)
             self._adding[bank] = self._beside.submit(self._append, state, bank, before)
 
