@@ -78,7 +78,7 @@ class SessionMemory:
     def begin(self) -> None:
         """Take in that a prompt is about to be read."""
         self.due, self.looking = True, self.passes > 1
-        self._seen = self._bank.index().without(self._own)
+        self._seen = self._bank.index().without(self._own) if self._bank.rows else None
         self._found = defaultdict(dict)
 
     def ask(self, layer: int, queries: Tensor, first: int) -> None:
@@ -114,7 +114,7 @@ class SessionMemory:
     @property
     def _blocks(self) -> BlockIndex:
         if self._seen is None:
-            raise UsageError("no prompt has begun")
+            raise UsageError("the memory is empty")
         return self._seen
 
     def _relevance(self, layer: int, queries: Tensor, first: int) -> Tensor:

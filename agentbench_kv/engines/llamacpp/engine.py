@@ -251,8 +251,11 @@ class LlamaCppEngine(ServingEngine):
         Both have the same cells, until one of the two would change what lies in some: it copies
         those first. Kept queries, and sums (h2o), are copied at once.
         """
+        source = self._sessions[session]
+        if source.bank:
+            self._check_bank(source.bank)
         self._fork(session, new, labeller)
-        state, source = self._sessions[new], self._sessions[session]
+        state = self._sessions[new]
         if source.bank and not state.bank:  # no backend has any of its tokens yet
             self._attach(state, source.bank)
 
@@ -273,7 +276,7 @@ class LlamaCppEngine(ServingEngine):
         if self._wire.options.banks is None or len(tokens) >= room:
             return None
         self._check_bank(bank)
-        ask = partial(self._control.call, "recollect", bank=bank, past=list(tokens))
+        ask = partial(self._told, "recollect", bank=bank, past=list(tokens))
         seconds: float | None = self._with_backend(ask)
         if seconds is not None:
             self._banks[bank] = self._epoch
@@ -281,7 +284,7 @@ class LlamaCppEngine(ServingEngine):
 
     def preserve(self, bank: str, tokens: Sequence[int], seconds: float) -> None:
         if self._wire.options.banks is not None:
-            self._control.call("preserve", bank=bank, past=list(tokens), seconds=seconds)
+            self._told("preserve", bank=bank, past=list(tokens), seconds=seconds)
 
     def attach(self, session: str, bank: str) -> None:
         """Have every prompt of a new session bring back rows of a bank, before it is read.
@@ -299,7 +302,7 @@ class LlamaCppEngine(ServingEngine):
 
     def _attach(self, state: ServingSession, bank: str) -> None:
         self._check_bank(bank)
-        state.taken = self._control.call("attach", session=state.backend_name, bank=bank)
+        state.taken = self._told("attach", session=state.backend_name, bank=bank)
         state.bank, state.epoch = bank, self._epoch
 
     def recalled(self, session: str) -> NDArray[np.int64]:
@@ -307,12 +310,13 @@ class LlamaCppEngine(ServingEngine):
         if not state.bank:
             return np.zeros((0, 0), np.int64)
         self._check_bank(state.bank)
-        rows = self._control.call("recalled", session=state.backend_name)
+        rows = self._told("recalled", session=state.backend_name)
         return np.array(rows, np.int64).reshape(len(rows), -1)
 
     def forget(self, bank: str) -> None:
         if self._banks.pop(bank, 0) == self._epoch:
-            self._control.call("forget", bank=bank)
+            with suppress(OSError):  # it went with its backend
+                self._told("forget", bank=bank)
 
     def reconfigure(self, method: Method) -> None:
         super().reconfigure(method)
@@ -323,6 +327,13 @@ class LlamaCppEngine(ServingEngine):
         """Raise if rows of a memory bank went with a backend: nobody can tell it the past again."""
         if self._banks.get(bank, self._epoch) != self._epoch:
             raise KVBenchError(f"the backend that had memory bank {bank} is gone")
+
+    def _told(self, command: str, **arguments: Any) -> Any:
+        """Return what the backend answers to a command about memories."""
+        try:
+            return self._control.call(command, **arguments)
+        except ControlError as error:
+            raise _refusal(error) from None
 
     def _stream(self, state: ServingSession, generation: ServingGeneration) -> FinishReason:
         if state.bank:

@@ -186,6 +186,8 @@ def test_a_memory_that_went_with_the_backend(build: Build) -> None:
     remember(engine, "bank")
     begin(engine, "u", "bank")
     assert len(turn(engine, "u", words(20, 1), 3)) == 3
+    os.kill(engine.backend_pid, signal.SIGKILL)
+    engine.forget("bank")  # before anybody has noticed
 
 
 def played(

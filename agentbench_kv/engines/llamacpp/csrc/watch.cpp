@@ -1,8 +1,9 @@
 // Watches llama.cpp evaluate a graph, through the public callback of llama_context_params.
 //
 // What it sees of every batch: the cache cell each token was written to, and (if asked) every
-// layer's queries behind RoPE, also to a listener before the layer's attention is computed. What it learns once: where the cache tensors lie. Written against
-// the headers that the llama-cpp-python wheel installs; the same in Python is server/watch.py.
+// layer's queries behind RoPE, of which a listener is told before the layer's attention is computed.
+// What it learns once: where the cache tensors lie. Written against the headers that the
+// llama-cpp-python wheel installs; the same in Python is server/watch.py.
 
 #include <atomic>
 #include <cstdint>
