@@ -306,9 +306,9 @@ class BaseGateway(ABC, Generic[S]):
         """Answer in a session; one without a name lives as long as its request or conversation."""
         if self.memories is not None and session is not None:
             self.memories.settle(session)
-        if self.memories is not None and session is not None and request.prompt is None:
-            shown = self.memories.shown(session, request.messages)
-            request = replace(request, messages=shown)
+            if request.prompt is None:
+                shown = self.memories.shown(session, request.messages)
+                request = replace(request, messages=shown)
         opening = self._open(session, request)
         name = session or opening.session or f"{_UNNAMED}{next(self._numbers)}"
         result: ChatResult | None = None

@@ -129,7 +129,10 @@ def _edge_parts(fixture: Fixture, names: Sequence[str], quick: bool) -> list[Par
             for each in (main, plain)
         ),
         *_shared_parts(fixture, names, main, quick),
-        *((f"memory, sets={sets}", partial(memory_part, fixture, sets)) for sets in WAYS),
+        *(
+            (f"memory, sets={sets}", partial(memory_part, fixture, sets))
+            for sets in (WAYS[:1] if quick else WAYS)
+        ),
         (f"small pool, {plain.label}", partial(crowd_part, fixture, plain)),
         (f"small pool, {main.label}", partial(crowd_part, fixture, main)),
         ("leaks", partial(leak_part, fixture, main, examples=4 if quick else 20)),
