@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import chain
@@ -25,9 +26,12 @@ from agentbench_kv.errors import PrerequisiteError, UsageError
 from agentbench_kv.results import terminal
 from agentbench_kv.results.files import writing
 from agentbench_kv.results.records import TrialRecord, TurnRecord
+from agentbench_kv.results.runs import Run, load_run
 from agentbench_kv.results.stats import Interval
 from agentbench_kv.results.store import RunReader, RunStore, suggestion, turns_by_index
-from agentbench_kv.results.summary import Summary, build, median, summarize
+from agentbench_kv.results.summary import Summary, build, ledger_means, median, summarize
+from agentbench_kv.results.tables import formats
+from agentbench_kv.results.tables.ledger import ledger_tables
 from agentbench_kv.results.terminal import (
     failures,
     megabytes,
@@ -397,10 +401,10 @@ def summarize_runs(out: Path, runs: Sequence[str], as_json: bool) -> None:
 def show_run(
     out: Path, run: str, sample: str | None, as_json: bool, png: Path | None = None
 ) -> None:
-    """Print one run: summary, failures by kind, and its timeline turn by turn.
+    """Print one run: summary, failures by kind, what a memory cost, its timeline turn by turn.
 
-    With `sample`, that sample's failures, turns and transcripts instead; with `png`, the timeline
-    is drawn into that file as well. A UsageError if there is no such run or sample.
+    With `sample`, that sample's failures, costs, turns and transcripts instead; with `png`, the
+    timeline is drawn into that file as well. A UsageError if there is no such run or sample.
     """
     if png is not None:
         check_drawing()
@@ -428,7 +432,10 @@ def show_run(
         terminal.print_json(document)
         return
     failed = [failure_kinds(summary), failure_table(trials)]
-    _print_run(reader, summary, [*failed, *_turn_tables(turns, budget, sample is not None)])
+    _print_run(reader, summary, failed)
+    if summary.ledger:
+        _print_ledger(load_run(reader.path), trials)
+    _print_tables(_turn_tables(turns, budget, sample is not None))
     if sample is not None:
         _print_transcripts(reader, trials, turns)
     if png is not None:
@@ -480,10 +487,25 @@ def _print_run(reader: RunReader, summary: Summary, tables: Sequence[Table | Non
     screen.print(facts_table(summary))
     if reader.interrupted:
         screen.print("interrupted: run the same command again to finish it")
+    _print_tables(tables)
+
+
+def _print_tables(tables: Iterable[Table | None]) -> None:
+    screen = terminal.console()
     for table in tables:
         if table is not None:
             screen.print()
             screen.print(table)
+
+
+def _print_ledger(run: Run, trials: Sequence[TrialRecord]) -> None:
+    """Print what a run's memory cost in some of its trials; nothing of a run without one."""
+    own = {"ledger": ledger_means(trials), "trials": len(trials)}
+    part = copy(run)
+    part.summary = run.summary.model_copy(update=own)
+    if tables := ledger_tables([part]):
+        terminal.console().print()
+        formats.show(tables, "terminal")
 
 
 def _print_transcripts(

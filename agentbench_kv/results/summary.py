@@ -28,8 +28,8 @@ REMEMBERS = "remembers"  # in the provenance of a run whose method has a memory
 # Those that had one before provenance said so.
 _MEMORIES = frozenset({"memart", "mem0", "graphiti"})
 # A trial's metrics that say what past sessions cost; those that are absent where there was none.
-RARELY = ("ingest_failed", "ingest_files")
-READING = ("ingest_calls", "ingest_tokens", "ingest_s", *RARELY, "ingest_files_s")
+RARELY = ("ingest_failed", "ingest_files", "append_tokens")
+READING = ("ingest_calls", "ingest_tokens", "ingest_s", *RARELY, "ingest_files_s", "append_s")
 ANSWERING = ("answer_prefill_tokens", "answer_live_tokens", "answer_ttft_ms")  # means of a trial
 DEFAULT_INTERVAL = 128
 _UNREAD = ("other_syntax", "calls_in_other_syntax")  # metrics of a trial

@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from agentbench_kv.cli.report import report
+from agentbench_kv.cli.show import show
 from agentbench_kv.results.papers import headlines, quality
 from agentbench_kv.results.records import TrialRecord
 from agentbench_kv.results.runs import load_runs
@@ -232,3 +233,29 @@ def test_the_site_has_both_tables_and_every_measure(runs: Path, tmp_path: Path) 
         assert words in page
     assert page.count('<tr class="published">') == 4 * 5
     assert "What a memory costs" not in (folder / "index.html").read_text()
+    assert "What a memory costs" not in (folder / "runs" / "full.html").read_text()
+    page = (folder / "runs" / "memart.html").read_text()
+    for words in ("What a memory costs", "18,000", "an answer: prefilled"):
+        assert words in page
+
+
+def shown(folder: Path, *arguments: str) -> str:
+    asked = [*arguments, "--out", str(folder)]
+    result = CliRunner().invoke(show, asked, env={"COLUMNS": "300"})
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_a_run_s_own_ledger_is_shown(runs: Path) -> None:
+    text = shown(runs, "memart")
+    assert "what a memory costs: probe/locomo, Qwen2.5-7B-Instruct, embedded" in text
+    assert "18,000" in text
+    assert "read: what a memory took to take in the past" in text
+    assert "what a memory costs" not in shown(runs, "full")
+
+
+def test_a_sample_s_ledger_is_that_of_its_trials(runs: Path) -> None:
+    said = {name: shown(runs, "mem0", "--sample", name) for name in (TALKS[0], TALKS[-1])}
+    assert "18,000" in said[TALKS[0]]
+    assert "18,000" not in said[TALKS[-1]]
+    assert "3,000" in said[TALKS[-1]]

@@ -21,6 +21,7 @@ from agentbench_kv.results.runs import Problem, Run
 from agentbench_kv.results.show import Segment, segments
 from agentbench_kv.results.site.charts import visible
 from agentbench_kv.results.store import RunReader, turns_by_index, turns_by_trial
+from agentbench_kv.results.tables.ledger import ledger_tables
 
 MOST_FAILURES = 200
 MOST_SAMPLES = 1000
@@ -47,6 +48,7 @@ def context(run: Run, problems: Sequence[Problem]) -> dict[str, Any]:
         "failed_more": max(0, len(failed) - MOST_FAILURES),
         "samples": trials[:MOST_SAMPLES],
         "samples_more": max(0, len(trials) - MOST_SAMPLES),
+        "ledgers": ledger_tables([run]),
         "transcripts": transcripts(run.path, trials),
         "spec": list(_flat(run.spec)),
         "provenance": list(_flat(run.info.provenance)),

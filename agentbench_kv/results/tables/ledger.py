@@ -14,6 +14,8 @@ LEGEND = (
     "for nothing else, tokens prefilled and generated, seconds; of past sessions that came from "
     "files, what it took to make these. Empty where the past is read in the session itself: its "
     "tokens are prefilled ones, and in an answer's cache",
+    "appended: rows of finished turns that a memory took as they were, and the seconds that it did "
+    "so beside the agent; nothing is read for them",
     "an answer: mean over answers; TTFT: with the memory's search",
 )
 # Columns by the ledger's figures (`Summary.ledger`).
@@ -26,6 +28,8 @@ _RARE = {  # shown where any run has them
     "ingest_failed": Column("parts lost", Unit.RATIO),
     "ingest_files": Column("from files", Unit.RATIO),
     "ingest_files_s": Column("their seconds", Unit.SECONDS),
+    "append_tokens": Column("appended", Unit.TOKENS),
+    "append_s": Column("beside, seconds", Unit.SECONDS),
 }
 _ANSWER = {
     "answer_prefill_tokens": Column("an answer: prefilled", Unit.TOKENS),
