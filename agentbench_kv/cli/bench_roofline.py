@@ -105,12 +105,7 @@ def _predicted(
 def _achieved_row(
     run: Achieved, decoder: Decoder, machine: Hardware, dtype: str, kv_dtype: str | None
 ) -> dict[str, Any]:
-    from agentbench_kv.serving_bench.roofline import decode_step
-
-    work = decode_step(
-        decoder, run.sessions, run.rows, run.seen, dtype=dtype, kv_dtype=kv_dtype or dtype,
-        read=run.read,
-    )  # fmt: skip
+    work = run.work(decoder, dtype, kv_dtype)
     limit = work.limit(machine, dtype)
     row = _row(f"decode: {run.name}", run.sessions, run.rows, work, limit, run.sessions)
     speed = run.sessions / run.step_s
@@ -122,7 +117,7 @@ def _achieved_row(
         notes.append(f"the run is of {Path(run.model).name}, the limit of {decoder.name}")
     return row | {
         "achieved_tokens_per_s": speed,
-        "share_of_limit": limit.seconds / run.step_s,
+        "share_of_limit": run.share(limit),
         "notes": notes,
     }
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 @opt.local(
     "--method methods", "Compared with full and full-constrained; repeatable.", default=("agentkv",)
 )
+@opt.local_flag("--alone", "Measure the methods only, without full and full-constrained.")
 @opt.option("--budget TOKENS", "Of the methods.")
 @opt.set_option("Of the methods.", envvar=None)
 @opt.dtype_option
@@ -260,7 +261,7 @@ def _plan(
     from agentbench_kv.errors import UsageError
     from agentbench_kv.serving_bench.bench import engine_arms, trace_figures, url_arms
     from agentbench_kv.serving_bench.measurements import ServingPlan
-    from agentbench_kv.serving_bench.summary import BASES
+    from agentbench_kv.serving_bench.summary import STANDARD
 
     same = ("turns", "tool_tokens", "sessions", "warmup", "repeats", "seed", "together")
     shared: dict[str, Any] = {name: options[name] for name in same}
@@ -277,7 +278,8 @@ def _plan(
     if wire != "gateway":
         raise UsageError("--wire is for servers at --url; engines started here speak as gateway")
     budget = opt.parse_budget(options["budget"])
-    wanted = [*((base, None) for base in BASES), *((name, budget) for name in options["methods"])]
+    bases = () if options["alone"] else STANDARD
+    wanted = [*((base, None) for base in bases), *((name, budget) for name in options["methods"])]
     where = {name: options[name] for name in ("dtype", "device")}
     dummy = options["load_format"] == "dummy"
     settings = opt.parse_settings(options["pairs"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import getpass
 import json
 import os
+import re
 import tempfile
 from collections.abc import Generator
 from dataclasses import asdict
@@ -147,6 +148,12 @@ class VllmEngineWire(EngineWire):
             **({} if self.stock else {"vllm_xargs": extra}),
         }
 
+    def stock_tokens(self) -> int | None:
+        try:
+            return tokens_taken(self._client.get(f"{_URL}/metrics").text)
+        except httpx.HTTPError:
+            return None
+
     def _ready(self) -> bool:
         up = listens(self._socket) and self._up(f"{_URL}/health")
         return up and (self.stock or self._answers())
@@ -218,6 +225,23 @@ class VllmEngineWire(EngineWire):
                 f"GiB; lower it: --engine-arg max-model-len={max(room.most - 2 * _CPU_BLOCK, 1)}"
             )
         return room
+
+
+def tokens_taken(metrics: str) -> int | None:
+    """Read from vLLM's own metrics how many places of its cache are taken; None if they lack it.
+
+    Blocks that only its prefix cache still knows are free to it.
+    """
+    share = re.search(r"^vllm:kv_cache_usage_perc\{.*\} (\S+)$", metrics, re.MULTILINE)
+    about = re.search(r"^vllm:cache_config_info\{(.*)\}", metrics, re.MULTILINE)
+    if share is None or about is None:
+        return None
+    facts = dict(re.findall(r'(\w+)="(\d+)"', about[1]))
+    if not {"num_gpu_blocks", "block_size"} <= facts.keys():
+        return None
+    # The placeholder is no block that could be taken.
+    blocks = round(float(share[1]) * (int(facts["num_gpu_blocks"]) - 1))
+    return blocks * int(facts["block_size"])
 
 
 # Model types whose windows were found exact beside layers that a method evicts from.
