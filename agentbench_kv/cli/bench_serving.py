@@ -131,6 +131,10 @@ if TYPE_CHECKING:
 )
 @opt.local("--seed", kind=opt.NATURAL, default=0)
 @opt.local("--timeout", "Seconds.", opt.ABOVE_ZERO, default=1800.0, show_default=False)
+@opt.local_flag(
+    "--no-exact-calls",
+    "Do not play a trace's recorded answers once more on every arm, to count exact calls.",
+)
 @opt.local_flag("--save-detailed", "Keep every request in the files.")
 @opt.out_option()
 @opt.quiet_option
@@ -189,7 +193,7 @@ def _recordings(options: dict[str, Any], trace: LoadTrace | None) -> tuple[Recor
     """Return the sessions of a trace that says what was answered; for engines started here."""
     from agentbench_kv.run.recordings import record_file
 
-    if trace is None or not _of_messages(trace) or options["urls"]:
+    if trace is None or not _of_messages(trace) or options["urls"] or options["no_exact_calls"]:
         return ()
     return tuple(record_file(options["trace"], options["model"], len(trace.sessions)))
 

@@ -445,7 +445,7 @@ def _quality_notes(cells: Sequence[ArmFigures]) -> list[str]:
     """Say what exact calls are, and why there are none."""
     found = {cell.arm: cell.quality for cell in cells if cell.quality is not None}
     if not found:
-        return ["exact calls: not measured, as no recorded answers came with the trace"]
+        return ["exact calls: not measured: no recorded answers came, or nobody asked for them"]
     reasons: dict[str, list[str]] = {}
     for arm, quality in found.items():
         if quality.reason:
