@@ -66,6 +66,7 @@ class Cell:
     engine: str
     arm: Arm
     repetition: int  # from 0
+    rank: int = 0  # of the engine, and then of the arm, in tables
 
     @property
     def folder(self) -> Path:
@@ -104,10 +105,11 @@ def cells(
 ) -> Iterator[Cell]:
     """Yield all cells in the order in which they are measured, of the named arms or of all."""
     for repetition, (place, model, prompt), engine in product(range(repeats), places, engines):
-        own = [a for a in arms_of(engine, prompt, budgets) if not arms or _named(a, arms)]
+        offered = enumerate(arms_of(engine, prompt, budgets), start=100 * ENGINES.index(engine))
+        own = [(rank, arm) for rank, arm in offered if not arms or _named(arm, arms)]
         first = repetition % max(len(own), 1)
-        for arm in [*own[first:], *own[:first]]:
-            yield Cell(place, model, engine, arm, repetition)
+        for rank, arm in [*own[first:], *own[:first]]:
+            yield Cell(place, model, engine, arm, repetition, rank)
 
 
 def _named(arm: Arm, names: Sequence[str]) -> bool:
@@ -155,6 +157,7 @@ def measure(cell: Cell, command: list[str], environment: dict[str, str]) -> dict
         "engine": cell.engine,
         "arm": cell.arm.name,
         "repetition": cell.repetition,
+        "rank": cell.rank,
         "wall_s": time.perf_counter() - began,
         "load": [load, os.getloadavg()[0]],
     }

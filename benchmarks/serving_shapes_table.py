@@ -80,13 +80,13 @@ def _table(place: Path) -> Table | None:
     engines: dict[str, Engine] = {}
     failed: dict[tuple[str, str], list[str]] = defaultdict(list)
     seconds, about = 0.0, ""
-    for path in sorted(place.glob(f"*/rep*/*/{CELL}")):
-        record = json.loads(path.read_text())
+    known = [(json.loads(p.read_text()), p.parent) for p in place.glob(f"*/rep*/*/{CELL}")]
+    for record, path in sorted(known, key=lambda each: (each[0]["rank"], str(each[1]))):
         seconds += record["wall_s"]
         if "error" in record:
             failed[record["engine"], record["arm"]].append(record["error"])
             continue
-        (folder,) = map(ServingFolder.read, serving_folders([path.parent]))
+        (folder,) = map(ServingFolder.read, serving_folders([path]))
         about = about or _about(folder)
         _add(engines, folder, record, place)
     if not engines and not failed:

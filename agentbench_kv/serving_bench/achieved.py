@@ -18,7 +18,13 @@ from agentbench_kv.serving_bench.measurements import (
     ServingFolder,
     read_per_token,
 )
-from agentbench_kv.serving_bench.roofline import Decoder, Limit, StepWork, decode_step
+from agentbench_kv.serving_bench.roofline import (
+    Decoder,
+    Limit,
+    StepWork,
+    decode_step,
+    session_bytes,
+)
 
 
 @dataclass(frozen=True)
@@ -40,6 +46,12 @@ class Achieved:
         """Return what a decode step of it has to move and to compute."""
         kinds = {"dtype": dtype, "kv_dtype": kv_dtype or dtype}
         return decode_step(decoder, self.sessions, self.rows, self.seen, read=self.read, **kinds)
+
+    def held(self, decoder: Decoder, kv_dtype: str) -> float:
+        """Return bytes of K and V that a session's token attended to: counted, or by its rows."""
+        if self.read is not None:
+            return self.read
+        return session_bytes(decoder, self.rows, self.seen, kv_dtype)
 
     def share(self, limit: Limit) -> float:
         """Return how near it came to a limit: 1 is there."""

@@ -133,6 +133,14 @@ def test_exact_calls_are_not_measured_without_calls_or_answers(kvbench, tmp_path
     assert "| not measured |" in shown
 
 
+def test_exact_calls_can_be_left_out(kvbench, tmp_path: Path) -> None:
+    wrote(tmp_path / "t.jsonl", [recorded(number, True) for number in range(2)])
+    done = kvbench(*SMALL, "--concurrency", "2", "--no-exact-calls", "--alone", "--json")
+    assert done.returncode == 0, done.stderr
+    (cell,) = json.loads(done.stdout)["cells"]
+    assert (cell["arm"], cell["quality"]) == ("agentkv 32", None)
+
+
 def test_a_generated_trace_is_written_and_described(kvbench, tmp_path: Path) -> None:
     done = kvbench("bench", "trace", "a.jsonl", "--sessions", "4", "--token-scale", "0.1", "--json")
     assert done.returncode == 0, done.stderr

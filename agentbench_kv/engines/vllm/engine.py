@@ -7,7 +7,7 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
@@ -41,7 +41,7 @@ from agentbench_kv.engines.serving.wire import (
     room_on_cpu,
     stop_document,
 )
-from agentbench_kv.environments import python_of
+from agentbench_kv.environments import process_env, python_of
 from agentbench_kv.errors import PrerequisiteError, UsageError
 from agentbench_kv.methods.base import Method
 
@@ -56,6 +56,19 @@ def _compiled_by_torch() -> str:
     """Return where PyTorch keeps what it has compiled, which outlives a run."""
     usual = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
     return os.environ.get("TORCHINDUCTOR_CACHE_DIR") or str(usual)
+
+
+# What decides on a CPU how many threads compute, and how they wait for one another.
+_THREADS = (
+    *("VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_NUM_OF_RESERVED_CPU", "OMP_NUM_THREADS"),
+    *("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"),
+)
+
+
+def thread_settings(environment: Mapping[str, str]) -> str:
+    """Return what the user has said of the server's threads: it changes every figure of speed."""
+    theirs = process_env.without(environment)
+    return " ".join(f"{name}={theirs[name]}" for name in _THREADS if name in theirs)
 
 
 class VllmEngineWire(EngineWire):
@@ -121,6 +134,8 @@ class VllmEngineWire(EngineWire):
         cache = {"cache": self._room.said()} if sized else {}
         runner = "vLLM's choice" if self.stock else "V1"
         flags = {"version": str(version), "flags": " ".join(self._flags())}
+        if not self.gpu and (said := thread_settings(os.environ)):
+            flags["environment"] = said
         return super().details() | cache | flags | {"model_runner": runner}
 
     def _body(self, request: GenerationRequest) -> dict[str, Any]:
