@@ -126,7 +126,7 @@ def command_of(cell: Cell, args: argparse.Namespace, longest: int) -> list[str]:
     words = [*KVBENCH, "bench", "serving", "--engine", cell.engine, "--model", cell.model]
     words += ["--dtype", args.dtype, "--device", "cpu", "--trace", str(cell.place / TRACE)]
     words += ["--alone", *cell.arm.words, "--sessions", str(args.sessions)]
-    words += ["--concurrency", str(args.concurrency or args.sessions), "--warmup", "0"]
+    words += ["--concurrency", str(args.concurrency), "--warmup", "0"]
     words += ["--repeats", "1", "--no-exact-calls", "--timeout", str(args.timeout)]
     asked = [pair.split(":", 1) for pair in args.engine_arg]
     own = dict(pair.split("=", 1) for name, pair in asked if name == cell.engine)
@@ -188,8 +188,9 @@ def _said(log: Path, code: int) -> str:
 def prepared(args: argparse.Namespace) -> Iterator[tuple[Path, str, int, int]]:
     """Yield a folder with its trace for each model and prompt, and its longest session's tokens.
 
-    A UsageError where a folder's trace is of another shape.
+    A UsageError where a folder's trace is of another shape, or its cells have other settings.
     """
+    same = {name: getattr(args, name) for name in ("dtype", "concurrency", "threads")}
     for model, prompt in product(args.model, args.prompt):
         place = args.out / slug(Path(model).name, f"{prompt}")
         part = max(prompt // 8, 32)
@@ -202,10 +203,14 @@ def prepared(args: argparse.Namespace) -> Iterator[tuple[Path, str, int, int]]:
         if known is None:
             place.mkdir(parents=True, exist_ok=True)
             found = write_trace(place / TRACE, shape, model)
-            known = {"shape": asdict(shape), "longest": max(each.tokens for each in found)}
+            longest = max(each.tokens for each in found)
+            known = {"shape": asdict(shape), "settings": same, "longest": longest}
             write_atomic(about, json_bytes(known, indent=2))
         elif known["shape"] != asdict(shape):
             raise UsageError(f"{place} holds sessions of another shape; choose another --out")
+        elif known["settings"] != same:
+            was = ", ".join(f"--{name} {value}" for name, value in known["settings"].items())
+            raise UsageError(f"{place} was measured with {was}; choose another --out")
         yield place, model, prompt, int(known["longest"])
 
 
@@ -213,8 +218,7 @@ def run(args: argparse.Namespace) -> None:
     """Measure every cell that has no record."""
     places = {place: (model, prompt, longest) for place, model, prompt, longest in prepared(args)}
     asked = [(place, model, prompt) for place, (model, prompt, _) in places.items()]
-    threads = str(args.threads or len(os.sched_getaffinity(0)))
-    environment = {**os.environ, "OMP_NUM_THREADS": threads}
+    environment = {**os.environ, "OMP_NUM_THREADS": str(args.threads)}
     plan = list(cells(asked, args.engine, args.repeats, args.arm, args.budget))
     for number, cell in enumerate(plan, start=1):
         known = cell.record
@@ -297,6 +301,8 @@ def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
     if found.act is run:
         found.engine = found.engine or list(ENGINES)
         found.budget = found.budget or list(BUDGETS)
+        found.concurrency = found.concurrency or found.sessions
+        found.threads = found.threads or len(os.sched_getaffinity(0))
     return found
 
 

@@ -144,6 +144,9 @@ def test_what_is_wrong_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture
     said = capsys.readouterr().err.strip()
     assert said.endswith("holds sessions of another shape; choose another --out")
     assert len(said.splitlines()) == 1
+    assert shapes.main(words(tmp_path, "--concurrency", "1")) == 2
+    said = capsys.readouterr().err.strip()
+    assert "was measured with --dtype float32, --concurrency 2, --threads 1; choose" in said
     assert shapes.main(["table", str(tmp_path / "none")]) == 2
 
 
