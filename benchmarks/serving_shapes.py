@@ -43,6 +43,7 @@ ENGINES = ("embedded", "vllm", "sglang", "llamacpp")
 BUDGETS = (1024, 2048)
 # The precision of cached rows that each has on a CPU; the embedded engine simulates it.
 _QUANTISED = {"embedded": "int8", "vllm": "fp8", "sglang": "fp8_e4m3", "llamacpp": "q8_0"}
+_OTHER_DTYPES = {("llamacpp", "bfloat16"): "float16"}  # the nearest that an engine has
 # vLLM as shipped, which `full` is there, has a prefix cache; this is the plug-in's.
 _SHARED = {"vllm": "full-constrained,prefix=shared"}
 _STOP_S = 120.0
@@ -124,7 +125,8 @@ def command_of(cell: Cell, args: argparse.Namespace, longest: int) -> list[str]:
         "llamacpp": f"cells={args.sessions * (-(-longest // 256) * 256 + 256)}",
     }
     words = [*KVBENCH, "bench", "serving", "--engine", cell.engine, "--model", cell.model]
-    words += ["--dtype", args.dtype, "--device", "cpu", "--trace", str(cell.place / TRACE)]
+    dtype = _OTHER_DTYPES.get((cell.engine, args.dtype), args.dtype)
+    words += ["--dtype", dtype, "--device", "cpu", "--trace", str(cell.place / TRACE)]
     words += ["--alone", *cell.arm.words, "--sessions", str(args.sessions)]
     words += ["--concurrency", str(args.concurrency), "--warmup", "0"]
     words += ["--repeats", "1", "--no-exact-calls", "--timeout", str(args.timeout)]

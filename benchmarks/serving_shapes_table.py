@@ -114,6 +114,9 @@ def _notes(about: str, engines: dict[str, Engine]) -> Iterator[str]:
     yield from [about] * bool(about)
     yield from _NOTES
     plans = [engine.plan for engine in engines.values()]
+    if len({plan.dtype for plan in plans}) > 1:
+        said = ", ".join(f"{plan.engine} {plan.dtype}" for plan in plans)
+        yield f"weights and rows as computed: {said}; the roofline's products are in one of them"
     counts = [
         sum(m.arm == arm.name for m in e.measured) for e in engines.values() for arm in e.plan.arms
     ]
@@ -148,7 +151,9 @@ def _share(folder: ServingFolder, machine: Path) -> float | None:
         return None
     (found,) = read_achieved(str(folder.path), folder.path)
     work = found.work(read_decoder(model_path(found.model)), found.dtype)
-    return found.share(work.limit(read_hardware(machine), found.dtype))
+    limits = read_hardware(machine)
+    measured_in = found.dtype if found.dtype in limits.products else next(iter(limits.products))
+    return found.share(work.limit(limits, measured_in))
 
 
 def _rows(name: str, engine: Engine) -> Iterator[Row]:

@@ -79,6 +79,20 @@ def test_every_cell_comes_once_before_any_comes_twice(tmp_path: Path) -> None:
     assert [cell.arm.name for cell in some] == ["full kv=fp8", "agentkv 256", "agentkv 512"]
 
 
+def test_an_engine_without_bfloat16_gets_what_is_nearest(tmp_path: Path) -> None:
+    args = shapes.parsed(["run", "--model", "m", "--prompt", "8k", "--out", str(tmp_path)])
+    found = {}
+    for cell in shapes.cells([(tmp_path, "m", 8192)], shapes.ENGINES, 1, ["full"]):
+        command = shapes.command_of(cell, args, 1000)
+        found[cell.engine] = command[command.index("--dtype") + 1]
+        sized = [word.partition("=")[0] for word in command if "=" in word and "import" not in word]
+        assert (cell.engine, sized) in [
+            *(("embedded", []), ("vllm", ["max-model-len"])),
+            *(("sglang", ["context-length"]), ("llamacpp", ["cells"])),
+        ]
+    assert found == dict.fromkeys(shapes.ENGINES, "bfloat16") | {"llamacpp": "float16"}
+
+
 def words(out: Path, *more: str) -> list[str]:
     small = ["--prompt", "700", "--output", "30", "--turns", "2", "--sessions", "2"]
     small += ["--system", "100", "--result", "100", "--dtype", "float32", "--threads", "1"]
