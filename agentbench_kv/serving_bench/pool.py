@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import Self
 
 from agentbench_kv.engines.base import Engine
+from agentbench_kv.errors import KVBenchError
 
 _EVERY_S = 0.25
 
@@ -39,7 +40,10 @@ class PoolWatch:
 
     def _watch(self) -> None:
         while self._engine is not None and not self._over.wait(self._every_s):
-            used = self._engine.pool_used()
+            try:
+                used = self._engine.pool_used()
+            except (KVBenchError, OSError):  # its server is gone, which its sessions say
+                continue
             if used is None:
                 return
             self.peak = max(used, self.peak or 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -14,6 +14,7 @@ from agentbench_kv.conformance.reference import tiny_model
 from agentbench_kv.engines.base import EngineOptions, Sampling
 from agentbench_kv.engines.embedded.cache import SMALLEST
 from agentbench_kv.engines.embedded.engine import EmbeddedEngine
+from agentbench_kv.errors import KVBenchError
 from agentbench_kv.phases import TokenPhases
 from agentbench_kv.registry import make_method
 from agentbench_kv.serving_bench.pool import PoolWatch
@@ -36,6 +37,20 @@ def test_the_most_is_kept() -> None:
     with PoolWatch(engine_that_says([10, 30, 20, None]), every_s=0.001) as watch:
         waited(lambda: not watch._thread.is_alive())
     assert watch.peak == 30
+
+
+def test_a_server_that_is_gone_for_a_while_is_asked_again() -> None:
+    said: list[Any] = [10, KVBenchError("gone"), OSError("gone"), 30, None]
+
+    def used() -> int | None:
+        answer = said.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    with PoolWatch(cast(Any, SimpleNamespace(pool_used=used)), every_s=0.001) as watch:
+        waited(lambda: not watch._thread.is_alive())
+    assert (watch.peak, said) == (30, [])
 
 
 @pytest.mark.parametrize("engine", [None, engine_that_says([None])])
