@@ -18,6 +18,7 @@ import json
 import os
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -232,7 +233,23 @@ def run(args: argparse.Namespace) -> None:
         found = measure(cell, command, environment | own)
         said = found.get("error") or f"{found['wall_s']:.0f} s"
         head = f"{number}/{len(plan)} {cell.place.name} {cell.engine} {cell.arm.name}"
-        print(f"{head}, repetition {cell.repetition + 1}: {said}", flush=True)
+        print(f"{head}, repetition {cell.repetition + 1}: {said}; {time_left(plan)}", flush=True)
+
+
+def time_left(plan: Sequence[Cell]) -> str:
+    """Say how many cells have no record, and how long they take if they are like those that do."""
+    known: dict[tuple[Path, str], list[float]] = {}
+    missing = []
+    for cell in plan:
+        record = cell.record
+        if record is None:
+            missing.append((cell.place, cell.engine))
+        elif not record.get("error"):
+            known.setdefault((cell.place, cell.engine), []).append(record["wall_s"])
+    means = {at: statistics.fmean(times) for at, times in known.items()}
+    hours = sum(means.get(at, 0.0) for at in missing) / 3600
+    least = "at least " * any(at not in means for at in missing)
+    return f"{len(missing)} left, {least}{hours:.1f} h"
 
 
 def _of(pairs: Sequence[str], engine: str) -> list[str]:
