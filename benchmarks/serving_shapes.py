@@ -80,6 +80,11 @@ class Cell:
         path = self.folder / CELL
         return json.loads(path.read_text()) if path.is_file() else None
 
+    def due(self, *, retry: bool) -> bool:
+        """Whether it is to be measured; what failed only if asked for."""
+        known = self.record
+        return known is None or (retry and "error" in known)
+
 
 def arms_of(engine: str, prompt: int, budgets: Sequence[int] = BUDGETS) -> list[Arm]:
     """Return an engine's arms; those it cannot run are refused by `kvbench`, in its words."""
@@ -224,8 +229,7 @@ def run(args: argparse.Namespace) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": str(args.threads)}
     plan = list(cells(asked, args.engine, args.repeats, args.arm, args.budget))
     for number, cell in enumerate(plan, start=1):
-        known = cell.record
-        if known is not None and not (args.retry and known.get("error")):
+        if not cell.due(retry=args.retry):
             continue
         _measure_machine(cell.place / HARDWARE.format(cell.repetition + 1), args.dtype)
         own = dict(pair.split(":", 1)[1].split("=", 1) for pair in _of(args.env, cell.engine))
@@ -233,18 +237,17 @@ def run(args: argparse.Namespace) -> None:
         found = measure(cell, command, environment | own)
         said = found.get("error") or f"{found['wall_s']:.0f} s"
         head = f"{number}/{len(plan)} {cell.place.name} {cell.engine} {cell.arm.name}"
-        print(f"{head}, repetition {cell.repetition + 1}: {said}; {time_left(plan)}", flush=True)
+        rest = time_left(plan, [each for each in plan[number:] if each.due(retry=args.retry)])
+        print(f"{head}, repetition {cell.repetition + 1}: {said}; {rest}", flush=True)
 
 
-def time_left(plan: Sequence[Cell]) -> str:
-    """Say how many cells have no record, and how long they take if they are like those that do."""
+def time_left(plan: Sequence[Cell], rest: Sequence[Cell]) -> str:
+    """Say how many cells are left, and how long they take if they are like those of the plan."""
     known: dict[tuple[Path, str], list[float]] = {}
-    missing = []
+    missing = [(cell.place, cell.engine) for cell in rest]
     for cell in plan:
         record = cell.record
-        if record is None:
-            missing.append((cell.place, cell.engine))
-        elif not record.get("error"):
+        if record is not None and not record.get("error"):
             known.setdefault((cell.place, cell.engine), []).append(record["wall_s"])
     means = {at: statistics.fmean(times) for at, times in known.items()}
     hours = sum(means.get(at, 0.0) for at in missing) / 3600

@@ -81,12 +81,15 @@ def test_every_cell_comes_once_before_any_comes_twice(tmp_path: Path) -> None:
 
 def test_what_is_left_is_told_by_what_was_measured(tmp_path: Path) -> None:
     plan = list(shapes.cells([(tmp_path, "m", 8192)], ("embedded", "vllm"), 2, ["full"]))
-    assert shapes.time_left(plan) == "8 left, at least 0.0 h"
+    assert shapes.time_left(plan, plan) == "8 left, at least 0.0 h"
     for cell, record in zip(plan, ({"wall_s": 3600}, {"wall_s": 5, "error": "no"}), strict=False):
         cell.folder.mkdir(parents=True)
         (cell.folder / CELL).write_text(json.dumps(record))
-    assert shapes.time_left(plan) == "6 left, at least 2.0 h"
-    assert shapes.time_left([cell for cell in plan if cell.engine == "embedded"]) == "2 left, 2.0 h"
+    own = [cell for cell in plan if cell.engine == "embedded"]
+    assert [cell.due(retry=False) for cell in own] == [False, False, True, True]
+    assert [cell.due(retry=True) for cell in own] == [False, True, True, True]
+    assert shapes.time_left(plan, plan[2:]) == "6 left, at least 2.0 h"
+    assert shapes.time_left(plan, own[2:]) == "2 left, 2.0 h"
 
 
 def test_an_engine_without_bfloat16_gets_what_is_nearest(tmp_path: Path) -> None:
