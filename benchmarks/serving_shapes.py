@@ -125,10 +125,11 @@ def _named(arm: Arm, names: Sequence[str]) -> bool:
 
 def command_of(cell: Cell, args: argparse.Namespace, longest: int) -> list[str]:
     """Return how a user would measure a cell; `longest` are the tokens of its longest session."""
-    sizes = {
-        "vllm": f"max-model-len={-(-longest // 64) * 64 + 64}",
-        "sglang": f"context-length={longest + 64}",
-        "llamacpp": f"cells={args.sessions * (-(-longest // 256) * 256 + 256)}",
+    sizes: dict[str, dict[str, Any]] = {
+        "vllm": {"max-model-len": -(-longest // 64) * 64 + 64},
+        # SGLang wants the weights to fit into this share of what is free; its pool has a size.
+        "sglang": {"context-length": longest + 64, "mem-fraction-static": 0.8},
+        "llamacpp": {"cells": args.sessions * (-(-longest // 256) * 256 + 256)},
     }
     words = [*KVBENCH, "bench", "serving", "--engine", cell.engine, "--model", cell.model]
     dtype = _OTHER_DTYPES.get((cell.engine, args.dtype), args.dtype)
@@ -138,10 +139,7 @@ def command_of(cell: Cell, args: argparse.Namespace, longest: int) -> list[str]:
     words += ["--repeats", "1", "--no-exact-calls", "--timeout", str(args.timeout)]
     asked = [pair.split(":", 1) for pair in args.engine_arg]
     own = dict(pair.split("=", 1) for name, pair in asked if name == cell.engine)
-    if cell.engine in sizes:
-        name, size = sizes[cell.engine].split("=")
-        own.setdefault(name, size)
-    for name, value in own.items():
+    for name, value in (sizes.get(cell.engine, {}) | own).items():
         words += ["--engine-arg", f"{name}={value}"]
     return [*words, "--out", str(cell.folder), "--quiet", "--json"]
 

@@ -101,7 +101,7 @@ def test_an_engine_without_bfloat16_gets_what_is_nearest(tmp_path: Path) -> None
         sized = [word.partition("=")[0] for word in command if "=" in word and "import" not in word]
         assert (cell.engine, sized) in [
             *(("embedded", []), ("vllm", ["max-model-len"])),
-            *(("sglang", ["context-length"]), ("llamacpp", ["cells"])),
+            *(("sglang", ["context-length", "mem-fraction-static"]), ("llamacpp", ["cells"])),
         ]
     assert found == dict.fromkeys(shapes.ENGINES, "bfloat16") | {"llamacpp": "float16"}
 
