@@ -417,6 +417,13 @@ class Engine(ABC):
         """Return figures of the KV memory, such as `free_blocks` and `total_blocks`, if known."""
         return {}
 
+    def pool_used(self) -> int | None:
+        """Return the bytes of the KV memory that sessions, and what they share, take up now.
+
+        Whole slots or blocks, as nobody else can have the rest of one; None if it is not known.
+        """
+        return None
+
     def progress(self) -> int | None:
         """Return a number that changes with every piece of work done.
 

@@ -309,6 +309,12 @@ class KVSummary(BaseModel, frozen=True, extra="forbid"):
     cached_tokens: int = 0  # of the prefilled ones, those that a shared prefix had
     median_shared: float = 0.0  # first tokens whose rows are held once for several sessions
 
+    @property
+    def token_bytes(self) -> float | None:
+        """Bytes of a live token over all layers and heads, at the peak; None if not known."""
+        counted = self.median_peak_bytes and self.median_peak_live
+        return self.median_peak_bytes / self.median_peak_live if counted else None
+
 
 class Summary(BaseModel, frozen=True, extra="forbid"):
     """A run in figures; a score is a mean over samples with every failed trial counted as 0."""

@@ -64,7 +64,8 @@ def runs(write: Callable[..., Path]) -> Path:
     write("last", metrics(2, None), task_params=last, provenance={"changed_settings": last})
     restored = {"restored": 500}
     remembers = {"remembers": True}
-    write("memart", metrics(3, 2, **READ), restored, method="memart", provenance=remembers)
+    counted = restored | {"peak_bytes": 900 * 4096}
+    write("memart", metrics(3, 2, **READ), counted, method="memart", provenance=remembers)
     lost = {**metrics(0, 0), "ingest_calls": 5, "ingest_tokens": 3_000, "ingest_s": None}
     own = metrics(1, 5, **READ, ingest_failed=3)
     # Of a time before provenance said who remembers.
@@ -96,6 +97,8 @@ def test_a_memory_s_ledger_stands_in_the_report_with_what_reads_everything(runs:
     wanted = {"trials": 3, "read: calls": 20, "tokens": 18_000, "seconds": 300, "parts lost": 0}
     wanted |= {"an answer: prefilled": 90, "live": 2150, "TTFT ms": 400}
     assert {name: found[name].value for name in wanted} == wanted
+    assert found["live MB"].value == pytest.approx(2150 * 4096 / 1e6)
+    assert row(table, "full")["live MB"].value is None  # whose bytes nobody counted
     names = [each.cells[0].value for each in table.rows]
     assert names == ["full", "full, last 50 turns", "mem0", "memart"]
     for name in ("full", "full, last 50 turns"):  # they read nothing apart from their own session

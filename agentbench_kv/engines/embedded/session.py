@@ -63,6 +63,13 @@ class SessionPools:
     def nbytes(self) -> int:
         return self.full.nbytes + (0 if self.windows is None else self.windows.pools.nbytes)
 
+    @property
+    def used(self) -> int | None:
+        """Bytes in slots that are used; None where rows are simulated at another precision."""
+        if self.kv_dtype is not None:
+            return None
+        return self.full.used + (0 if self.windows is None else self.windows.pools.used)
+
 
 class EmbeddedSession:
     """State of one session; the newest generated token is pending until its own forward."""

@@ -224,6 +224,18 @@ class ServingEngine(Engine):
             return dict(self._control.call("pool"))
         return {}
 
+    def pool_used(self) -> int | None:
+        if self._wire.facts.window:
+            return None  # layers with a window have blocks of their own
+        if self._wire.stock:
+            tokens = self._wire.stock_tokens()
+        else:
+            pool = self.pool()
+            if "total_blocks" not in pool:
+                return None
+            tokens = (pool["total_blocks"] - pool["free_blocks"]) * pool.get("block_size", 1)
+        return None if tokens is None else tokens * self.bytes_per_token
+
     def progress(self) -> int | None:
         """Return a number that changes with every token while anything is generated."""
         sessions = list(self._sessions.values())
