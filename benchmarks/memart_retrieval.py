@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -19,8 +20,8 @@ import torch
 from torch import Tensor
 
 from agentbench_kv.engines.base import EngineOptions, Sampling
+from agentbench_kv.engines.core.memory import SessionMemory
 from agentbench_kv.engines.embedded.engine import EmbeddedEngine
-from agentbench_kv.engines.embedded.memory import SessionMemory
 from agentbench_kv.methods.base import Phase
 from agentbench_kv.methods.memory.bank import MemoryBank
 from agentbench_kv.registry import make_method
@@ -80,14 +81,18 @@ def main() -> None:
     )
     print(f"1/{bank.nbytes / bank.index_nbytes:.1f}")
     spent: list[float] = []
-    splice = SessionMemory.splice
 
-    def timed(self: SessionMemory, *asked: Any) -> None:
-        started = time.perf_counter()
-        splice(self, *asked)
-        spent[-1] += time.perf_counter() - started
+    def timed(work: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*asked: Any) -> Any:
+            started = time.perf_counter()
+            done = work(*asked)
+            spent[-1] += time.perf_counter() - started
+            return done
 
-    SessionMemory.splice = timed  # type: ignore[method-assign]
+        return run
+
+    SessionMemory.ask = timed(SessionMemory.ask)  # type: ignore[method-assign]
+    SessionMemory.front = timed(SessionMemory.front)  # type: ignore[method-assign]
     tokens: Tensor = torch.randint(1, 1000, (given.question,), generator=torch.Generator())
     question = tokens.tolist()
     plain, whole = [], []

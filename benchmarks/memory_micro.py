@@ -30,8 +30,11 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    print("| what comes back | peak live tokens | exact | facts right | evidence back |")
-    print("|---|--:|--:|--:|--:|")
+    print(
+        "| what comes back | peak live MB | peak live tokens | exact | facts right "
+        "| evidence back |"
+    )
+    print("|---|--:|--:|--:|--:|--:|")
     for name, method, settings in arms():
         spec = RunSpec("embedded", "micro", method, None, "micro/memory", limit=args.limit)
         spec = resolve(RunSpec(**{**spec.document(), "seed": args.seed}), settings)
@@ -65,8 +68,9 @@ def row(name: str, run: Path) -> str:
     facts = share(trials, FACTS)
     came = share(trials, ("evidence_recall",))
     live = round(sum(trial.kv.peak_live for trial in trials) / len(trials))
+    size = sum(trial.kv.peak_bytes for trial in trials) / len(trials) / 1e6
     interval = f"{100 * exact.point:.0f} % [{100 * exact.low:.0f}, {100 * exact.high:.0f}]"
-    return f"| {name} | {live:,} | {interval} | {facts} | {came} |"
+    return f"| {name} | {size:.2f} | {live:,} | {interval} | {facts} | {came} |"
 
 
 def share(trials: Sequence[TrialRecord], names: Sequence[str]) -> str:

@@ -50,7 +50,9 @@ def row(summary: dict[str, Any], names: tuple[str, ...], *, figures: bool) -> li
     head = [summary["method"], str(summary["budget"] or ""), str(summary["seed"])]
     score = [percent(summary["score"]), ratio(summary, "messages")] if figures else []
     parts = [ratio(summary, name) for name in names]
+    size = kv.get("median_peak_bytes")
     tail = [
+        f"{size / 1e6:.2f}" if size else "not known",
         f"{kv['median_peak_live']:.0f}",
         f"{kv['median_logical']:.0f}",
         f"{kv['events'] / max(1, summary['trials']):.1f}",
@@ -64,7 +66,9 @@ def table(summaries: list[dict[str, Any]], names: tuple[str, ...], *, figures: b
     head = ["method", "budget", "seed"]
     head += ["success [95% CI]", "messages"] if figures else []
     head += [name.replace("_", " ") for name in names]
-    head += ["peak live", "logical", "events/session", "validity"] if figures else []
+    head += (
+        ["peak live MB", "peak live", "logical", "events/session", "validity"] if figures else []
+    )
     lines = [head, ["---"] * len(head)]
     lines += [row(summary, names, figures=figures) for summary in summaries]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)

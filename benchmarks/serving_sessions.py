@@ -81,8 +81,8 @@ def at_once(engine: Any, args: argparse.Namespace) -> int:
     return most
 
 
-def measure(name: str, args: argparse.Namespace) -> dict[str, int]:
-    """Count a method's sessions on an engine of its own."""
+def measure(name: str, args: argparse.Namespace) -> dict[str, float]:
+    """Count a method's sessions on an engine of its own, and the megabytes of its pool."""
     settings = {"interval": args.interval, "trigger": "prefill+every"}
     compresses = not name.startswith("full")
     method = make_method(name, args.budget if compresses else None, settings if compresses else {})
@@ -96,7 +96,9 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, int]:
     )
     engine = load_engine(args.engine).create(options)
     try:
-        return {"at_rest": at_rest(engine, args), "at_once": at_once(engine, args)}
+        held = round(engine.bytes_per_token * args.pool / 1e6, 1)
+        counts = {"at_rest": at_rest(engine, args), "at_once": at_once(engine, args)}
+        return {"pool_mb": held, **counts}
     finally:
         engine.shutdown()
 
@@ -106,9 +108,9 @@ def main() -> None:
     args = parse()
     results = {name: measure(name, args) for name in ("full-constrained", args.method)}
     print(json.dumps({**vars(args), "sessions": results}))
-    print(f"{'method':>18} {'at rest':>8} {'at once':>8}")
+    print(f"{'method':>18} {'pool MB':>8} {'at rest':>8} {'at once':>8}")
     for name, found in results.items():
-        print(f"{name:>18} {found['at_rest']:>8} {found['at_once']:>8}")
+        print(f"{name:>18} {found['pool_mb']:>8} {found['at_rest']:>8} {found['at_once']:>8}")
 
 
 if __name__ == "__main__":

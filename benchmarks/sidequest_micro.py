@@ -115,12 +115,19 @@ def curve(folders: list[Path], plot: Path) -> None:
         label = str(spec["method"])
         groups = turns_by_index(reader.turns())
         means = [sum(turn.live_after for turn in group) / len(group) for group in groups]
-        axes.plot(range(1, len(means) + 1), means, label=label)
-        print(f"{label}: mean of live tokens behind each request, {len(groups[0])} sessions")
-        print("  " + " ".join(f"{mean:.0f}" for mean in means))
-    axes.set(xlabel="request", ylabel="live tokens", ylim=(0, None))
+        size = token_megabytes(reader)
+        axes.plot(range(1, len(means) + 1), [mean * size for mean in means], label=label)
+        print(f"{label}: mean of live MB (tokens) behind each request, {len(groups[0])} sessions")
+        print("  " + " ".join(f"{mean * size:.2f} ({mean:.0f})" for mean in means))
+    axes.set(xlabel="request", ylabel="live MB of a session", ylim=(0, None))
     axes.legend(frameon=False)
     figure.savefig(plot)
+
+
+def token_megabytes(reader: RunReader) -> float:
+    """Return the megabytes of a live token, which are the same in all sessions of a run."""
+    accounts = [trial.kv for trial in reader.trials() if trial.kv.peak_live]
+    return sum(kv.peak_bytes for kv in accounts) / sum(kv.peak_live for kv in accounts) / 1e6
 
 
 def main() -> None:

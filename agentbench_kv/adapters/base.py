@@ -173,6 +173,9 @@ class Reading:
     # Past sessions that came from files. What they took is what it took to make these.
     files: int = 0
     files_s: float = 0.0  # seconds that this took instead
+    # What finished turns added, with no request of their own: tokens, and seconds beside the agent.
+    appended: int = 0
+    append_s: float = 0.0
 
 
 @dataclass

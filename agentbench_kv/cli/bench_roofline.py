@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 WEIGHTS = ("float32", "float16", "bfloat16", "float8")
 CACHES = (*WEIGHTS, "int8", "int4")
 _HEADER = (
-    "what", "sessions", "live", "GB to move", "GFLOP", "memory, ms", "compute, ms", "bound by",
-    "limit, tok/s", "achieved, tok/s", "of the limit",
+    "what", "sessions", "KV MB a session", "live", "GB to move", "GFLOP", "memory, ms",
+    "compute, ms", "bound by", "limit, tok/s", "achieved, tok/s", "of the limit",
 )  # fmt: skip
 
 
@@ -85,34 +85,32 @@ def _what_it_is(machine: Hardware, found: list[Achieved]) -> str:
 def _predicted(
     decoder: Decoder, machine: Hardware, dtype: str, options: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    from agentbench_kv.serving_bench.roofline import decode_step, prefill
+    from agentbench_kv.serving_bench.roofline import decode_step, prefill, session_bytes
 
     kinds: dict[str, Any] = {"dtype": dtype, "kv_dtype": options["kv_dtype"] or dtype}
     rows = []
     for tokens in options["prompt"]:
         work = prefill(decoder, tokens, **kinds)
         limit = work.limit(machine, dtype)
-        rows.append(_row("prefill", 1, tokens, work, limit, tokens))
+        held = session_bytes(decoder, tokens, tokens, kinds["kv_dtype"])
+        rows.append(_row("prefill", 1, (held, tokens), work, limit, tokens))
     for live in options["live"]:
         for sessions in options["sessions"]:
             seen = max(options["seen"] or live, live)
             work = decode_step(decoder, sessions, live, seen, **kinds)
             limit = work.limit(machine, dtype)
-            rows.append(_row("decode", sessions, live, work, limit, sessions))
+            held = session_bytes(decoder, live, seen, kinds["kv_dtype"])
+            rows.append(_row("decode", sessions, (held, live), work, limit, sessions))
     return rows
 
 
 def _achieved_row(
     run: Achieved, decoder: Decoder, machine: Hardware, dtype: str, kv_dtype: str | None
 ) -> dict[str, Any]:
-    from agentbench_kv.serving_bench.roofline import decode_step
-
-    work = decode_step(
-        decoder, run.sessions, run.rows, run.seen, dtype=dtype, kv_dtype=kv_dtype or dtype,
-        read=run.read,
-    )  # fmt: skip
+    work = run.work(decoder, dtype, kv_dtype)
     limit = work.limit(machine, dtype)
-    row = _row(f"decode: {run.name}", run.sessions, run.rows, work, limit, run.sessions)
+    held = run.held(decoder, kv_dtype or dtype), run.rows
+    row = _row(f"decode: {run.name}", run.sessions, held, work, limit, run.sessions)
     speed = run.sessions / run.step_s
     notes = [run.assumed] if run.assumed else []
     where = run.hardware.get("gpu") or run.hardware.get("cpu")
@@ -122,18 +120,25 @@ def _achieved_row(
         notes.append(f"the run is of {Path(run.model).name}, the limit of {decoder.name}")
     return row | {
         "achieved_tokens_per_s": speed,
-        "share_of_limit": limit.seconds / run.step_s,
+        "share_of_limit": run.share(limit),
         "notes": notes,
     }
 
 
 def _row(
-    what: str, sessions: float, live: float, work: StepWork, limit: Limit, tokens: float
+    what: str,
+    sessions: float,
+    held: tuple[float, float],
+    work: StepWork,
+    limit: Limit,
+    tokens: float,
 ) -> dict[str, Any]:
+    """Return a row; `held` are a session's bytes of K and V, and its tokens."""
     return {
         "what": what,
         "sessions": sessions,
-        "live": live,
+        "kv_bytes": held[0],
+        "live": held[1],
         "bytes": work.bytes,
         "flops": work.flops,
         "memory_s": limit.memory_s,
@@ -149,7 +154,8 @@ def _row(
 def _line(row: dict[str, Any]) -> str:
     speed, share = row["achieved_tokens_per_s"], row["share_of_limit"]
     cells = (
-        row["what"], f"{row['sessions']:.3g}", f"{row['live']:,.0f}", f"{row['bytes'] / 1e9:,.3f}",
+        row["what"], f"{row['sessions']:.3g}", f"{row['kv_bytes'] / 1e6:,.1f}",
+        f"{row['live']:,.0f}", f"{row['bytes'] / 1e9:,.3f}",
         f"{row['flops'] / 1e9:,.2f}", f"{row['memory_s'] * 1e3:,.3f}",
         f"{row['compute_s'] * 1e3:,.3f}", row["bound_by"], f"{row['limit_tokens_per_s']:,.0f}",
         "" if speed is None else f"{speed:,.1f}", "" if share is None else f"{share:.1%}",

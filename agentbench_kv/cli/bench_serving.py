@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 @opt.local(
     "--method methods", "Compared with full and full-constrained; repeatable.", default=("agentkv",)
 )
+@opt.local_flag("--alone", "Measure the methods only, without full and full-constrained.")
 @opt.option("--budget TOKENS", "Of the methods.")
 @opt.set_option("Of the methods.", envvar=None)
 @opt.dtype_option
@@ -130,6 +131,10 @@ if TYPE_CHECKING:
 )
 @opt.local("--seed", kind=opt.NATURAL, default=0)
 @opt.local("--timeout", "Seconds.", opt.ABOVE_ZERO, default=1800.0, show_default=False)
+@opt.local_flag(
+    "--no-exact-calls",
+    "Do not play a trace's recorded answers once more on every arm, to count exact calls.",
+)
 @opt.local_flag("--save-detailed", "Keep every request in the files.")
 @opt.out_option()
 @opt.quiet_option
@@ -188,7 +193,7 @@ def _recordings(options: dict[str, Any], trace: LoadTrace | None) -> tuple[Recor
     """Return the sessions of a trace that says what was answered; for engines started here."""
     from agentbench_kv.run.recordings import record_file
 
-    if trace is None or not _of_messages(trace) or options["urls"]:
+    if trace is None or not _of_messages(trace) or options["urls"] or options["no_exact_calls"]:
         return ()
     return tuple(record_file(options["trace"], options["model"], len(trace.sessions)))
 
@@ -260,7 +265,7 @@ def _plan(
     from agentbench_kv.errors import UsageError
     from agentbench_kv.serving_bench.bench import engine_arms, trace_figures, url_arms
     from agentbench_kv.serving_bench.measurements import ServingPlan
-    from agentbench_kv.serving_bench.summary import BASES
+    from agentbench_kv.serving_bench.summary import STANDARD
 
     same = ("turns", "tool_tokens", "sessions", "warmup", "repeats", "seed", "together")
     shared: dict[str, Any] = {name: options[name] for name in same}
@@ -277,7 +282,8 @@ def _plan(
     if wire != "gateway":
         raise UsageError("--wire is for servers at --url; engines started here speak as gateway")
     budget = opt.parse_budget(options["budget"])
-    wanted = [*((base, None) for base in BASES), *((name, budget) for name in options["methods"])]
+    bases = () if options["alone"] else STANDARD
+    wanted = [*((base, None) for base in bases), *((name, budget) for name in options["methods"])]
     where = {name: options[name] for name in ("dtype", "device")}
     dummy = options["load_format"] == "dummy"
     settings = opt.parse_settings(options["pairs"])

@@ -17,8 +17,8 @@ from agentbench_kv.conformance import CheckResult
 from agentbench_kv.conformance.driver import TraceRecorder, in_memory_engine
 from agentbench_kv.conformance.reference import TOLERANCE
 from agentbench_kv.engines.base import KVStats, Sampling
+from agentbench_kv.engines.core.memory import memory_method
 from agentbench_kv.engines.embedded.engine import EmbeddedEngine
-from agentbench_kv.engines.embedded.memory import memory_method
 from agentbench_kv.methods.base import Method, Phase
 
 PAST, QUESTION, ANSWER = (61, 30), 9, 12

@@ -317,13 +317,15 @@ class Engine(ABC):
         """
         raise self._cannot(Capability.EMBED_TOKENS, tokens)
 
-    def memorise(self, session: str, bank: str, tokens: int | None = None) -> None:
-        """Add the rows of a session's first tokens to a memory bank, between two generations.
+    def memorise(self, session: str, bank: str, tokens: int | None = None, start: int = 0) -> int:
+        """Add rows of a session to a memory bank, between two generations; return how many.
 
-        The bank is made if it is new. If `tokens` is not given, of all that the model has seen.
+        Of its first `tokens`, or if not given of all that the model has seen, those from `start`
+        on. Turn by turn comes to the same as at once, if nothing else is added between. The bank is
+        made if it is new. One that the session is attached to does not bring them back to it.
         UsageError under a method without a memory, or if the session has fewer.
         """
-        raise self._cannot(Capability.MEMORY_BLOCKS, session, bank, tokens)
+        raise self._cannot(Capability.MEMORY_BLOCKS, session, bank, tokens, start)
 
     def recollect(self, session: str, bank: str, tokens: Sequence[int]) -> float | None:  # noqa: ARG002
         """Add to a memory bank what a file holds of a past session of these tokens.
@@ -414,6 +416,13 @@ class Engine(ABC):
     def pool(self) -> dict[str, int]:
         """Return figures of the KV memory, such as `free_blocks` and `total_blocks`, if known."""
         return {}
+
+    def pool_used(self) -> int | None:
+        """Return the bytes of the KV memory that sessions, and what they share, take up now.
+
+        Whole slots or blocks, as nobody else can have the rest of one; None if it is not known.
+        """
+        return None
 
     def progress(self) -> int | None:
         """Return a number that changes with every piece of work done.

@@ -21,6 +21,7 @@ from agentbench_kv.gateway.session import (
 from agentbench_kv.gateway.text import TextGateway
 from agentbench_kv.methods.base import CLOSINGS, Method
 from agentbench_kv.methods.dropping.policy import DropMethod
+from agentbench_kv.methods.memory.memart import MemArt
 
 __all__ = [
     "AnyGateway",
@@ -48,6 +49,12 @@ def open_gateway(
     if isinstance(engine, TextEngine):
         return TextGateway(engine, policy=policy, **limits)
     closing = CLOSINGS[0] if method is None else method.closing_markers
-    text_side = {"tool_syntax": tool_syntax, "closing": closing}
-    remembers = method is not None and "memory_blocks" in method.needs
-    return Gateway(engine, policy=policy, remembers=remembers, **text_side, **limits)
+    return Gateway(
+        engine,
+        policy=policy,
+        tool_syntax=tool_syntax,
+        closing=closing,
+        remembers=method is not None and "memory_blocks" in method.needs,
+        appends=isinstance(method, MemArt) and method.append == "turns",
+        **limits,
+    )

@@ -210,6 +210,8 @@ class BaseGateway(ABC, Generic[S]):
         """
         self._require(Capability.FORK)
         self._find(session)
+        if self.memories is not None:
+            self.memories.settle(session)
         with self._owned(session) as state:
             twin = self._fork_of(state, new)
         with self._lock:
@@ -302,9 +304,11 @@ class BaseGateway(ABC, Generic[S]):
 
     def _stream(self, session: str | None, request: Request) -> Answer:
         """Answer in a session; one without a name lives as long as its request or conversation."""
-        if self.memories is not None and session is not None and request.prompt is None:
-            shown = self.memories.shown(session, request.messages)
-            request = replace(request, messages=shown)
+        if self.memories is not None and session is not None:
+            self.memories.settle(session)
+            if request.prompt is None:
+                shown = self.memories.shown(session, request.messages)
+                request = replace(request, messages=shown)
         opening = self._open(session, request)
         name = session or opening.session or f"{_UNNAMED}{next(self._numbers)}"
         result: ChatResult | None = None
@@ -324,12 +328,17 @@ class BaseGateway(ABC, Generic[S]):
                 state.running, state.note, state.used_at = None, "", self.clock()
                 if name in given_up or not state.opened:
                     self._drop(state)
+            if result is not None:
+                self._remember_turn(state)
         for other in given_up:
             with suppress(UnknownSessionError):
                 self.close_report(other)
         # Last, so that whoever has the answer can go on from it.
         if result is not None:
             yield result
+
+    def _remember_turn(self, state: S) -> None:
+        """Have what a finished turn read and wrote added to a memory, where that is wanted."""
 
     def _open(self, session: str | None, request: Request) -> Opening:
         """Return what a request without a session goes on from."""

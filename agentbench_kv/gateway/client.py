@@ -8,8 +8,9 @@ from typing import Any, Self
 
 from agentbench_kv.adapters.base import Message, PastSession, Reading, Reply
 from agentbench_kv.engines.base import Capability, KVStats
-from agentbench_kv.errors import ContextLimitError, UsageError
+from agentbench_kv.errors import ContextLimitError, KVBenchError, UsageError
 from agentbench_kv.gateway.base import AnyGateway
+from agentbench_kv.gateway.memory import Appended
 from agentbench_kv.gateway.session import Options, SessionReport, Spent, UnknownSessionError
 
 
@@ -25,7 +26,7 @@ class InProcessClient:
         self._options = Options(**sampling)
         self._final: SessionReport | None = None
         self._sides: list[InProcessClient] = []
-        self.reading: Reading | None = None  # what past sessions took
+        self._reading: Reading | None = None  # what past sessions took
         self.answers: list[Spent] = []  # of this session and those beside it
 
     def __enter__(self) -> Self:
@@ -83,9 +84,9 @@ class InProcessClient:
         """Have a past session taken in, which this line's session and others bring back."""
         if self._gateway.memories is None:
             raise UsageError("this run's method has no memory; kvbench ls methods shows who has")
-        read, before = self._gateway.memories.remember(self.session, past), self.reading
-        before = before or Reading()
-        self.reading = Reading(
+        read = self._gateway.memories.remember(self.session, past)
+        before = self._reading or Reading()
+        self._reading = Reading(
             calls=before.calls + read.calls,
             tokens=before.tokens + read.tokens,
             seconds=before.seconds + read.seconds,
@@ -93,6 +94,16 @@ class InProcessClient:
             files=before.files + read.files,
             files_s=before.files_s + read.files_s,
         )
+
+    @property
+    def reading(self) -> Reading | None:
+        """What past sessions took, and what finished turns added to them; None without any."""
+        memories = self._gateway.memories
+        added = Appended() if memories is None else memories.appended(self.session)
+        if not added.tokens:
+            return self._reading
+        reading = self._reading or Reading()
+        return replace(reading, appended=added.tokens, append_s=added.seconds)
 
     def fork(self) -> InProcessClient:
         """Return a line to a new session that goes on from where this one is."""
@@ -122,9 +133,29 @@ class InProcessClient:
             self._gateway.memories.cancel(self.session)
 
     def close(self) -> SessionReport:
-        """Close the session if it is open; return its final report, every time."""
+        """Close the session if it is open; return its final report, every time.
+
+        The first time it waits for what finished turns add to a memory: KVBenchError if that fails,
+        once the session is closed.
+        """
+        problem = self._settled() if self._final is None else None
+        final = self._closed()
+        if problem is not None:
+            raise problem
+        return final
+
+    def _settled(self) -> KVBenchError | None:
+        """Wait for what is being added to a memory; return what went wrong."""
+        if self._gateway.memories is not None:
+            try:
+                self._gateway.memories.settle(self.session)
+            except KVBenchError as error:
+                return error
+        return None
+
+    def _closed(self) -> SessionReport:
         for side in self._sides:
-            side.close()
+            side._closed()
         if self._final is None:
             try:
                 self._final = self._gateway.close_report(self.session)

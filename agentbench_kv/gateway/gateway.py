@@ -57,8 +57,8 @@ class Gateway(BaseGateway[Session]):
 
     `tokenizer` is by default the one in the engine's model folder; `tool_syntax` is a name in
     `SYNTAXES`, or `auto` from chat template and vocabulary; `closing` is how the method reads
-    closing markers, `policy` what drops messages; `remembers` is for methods with a memory;
-    `limits` are those of `BaseGateway`.
+    closing markers, `policy` what drops messages; `remembers` is for methods with a memory, to
+    which finished turns are added if it `appends`; `limits` are those of `BaseGateway`.
     """
 
     def __init__(
@@ -70,6 +70,7 @@ class Gateway(BaseGateway[Session]):
         closing: str = CLOSINGS[0],
         policy: DropMethod | None = None,
         remembers: bool = False,
+        appends: bool = False,
         **limits: Any,
     ) -> None:
         super().__init__(engine, **limits)
@@ -83,7 +84,7 @@ class Gateway(BaseGateway[Session]):
         if policy is not None:
             self._executor = Executor(policy, engine, self._planner, self.codec, self._aside)
         if remembers:
-            self.memories = BankMemories(engine, self._planner, self.table)
+            self.memories = BankMemories(engine, self._planner, self.table, appends=appends)
         self._eos = frozenset(engine.info.eos_token_ids)
         self._grammars = GrammarCompiler(self.codec, self.syntax, engine.info.eos_token_ids)
         # Ids without text: turn ends, and the special tokens that the parser does not read.
@@ -121,6 +122,10 @@ class Gateway(BaseGateway[Session]):
         rows = isinstance(self.memories, BankMemories)
         bank = self.memories.bank_of(name) if rows and self.memories else ""
         return Session(name, self.engine, self.table, drops=drops, bank=bank)
+
+    def _remember_turn(self, state: Session) -> None:
+        if self.memories is not None and not state.gone:
+            self.memories.append(state)
 
     def _fork_of(self, state: Session, new: str) -> Session:
         with self._lock:

@@ -7,6 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 
 from agentbench_kv.adapters.base import PastSession, Recalled
 from agentbench_kv.engines.base import Engine
+from agentbench_kv.errors import EngineGoneError, KVBenchError
 from agentbench_kv.gateway.messages import Message
 from agentbench_kv.gateway.planning import Planner
 from agentbench_kv.gateway.session import Session
@@ -34,6 +36,17 @@ class Remembered:
     failed: int = 0  # parts of it that are lost, because the model's answers were of no use
     files: int = 0  # sessions that came from a file: calls, tokens and seconds are those it took
     files_s: float = 0.0  # that this took instead
+
+
+@dataclass(frozen=True)
+class Appended:
+    """What finished turns added to a memory, beside the agent."""
+
+    tokens: int = 0
+    seconds: float = 0.0  # in which the agent may have gone on
+
+    def __add__(self, other: Appended) -> Appended:
+        return Appended(self.tokens + other.tokens, self.seconds + other.seconds)
 
 
 class Memories(ABC):
@@ -66,6 +79,19 @@ class Memories(ABC):
         """Return a request's messages as the model is shown them."""
         return messages
 
+    def settle(self, session: str) -> None:  # noqa: B027
+        """Wait for what is being appended to a session's bank; raise what went wrong, if anything.
+
+        Prompts that hang on it, and whoever adds to the bank, call it first.
+        """
+
+    def append(self, state: Session) -> None:  # noqa: B027
+        """Begin to add what a session has read and written to its bank; it is at rest."""
+
+    def appended(self, session: str) -> Appended:  # noqa: ARG002
+        """Return what has been appended to a session's bank; it waits for what is under way."""
+        return Appended()
+
     def cancel(self, session: str) -> None:  # noqa: B027
         """End what is being taken in for a session."""
 
@@ -86,10 +112,20 @@ class Memories(ABC):
 
 
 class BankMemories(Memories):
-    """Rows of past sessions, which the model reads once, in the engine's memory banks."""
+    """Rows of past sessions, which the model reads once, in the engine's memory banks.
 
-    def __init__(self, engine: Engine, planner: Planner, table: PhaseTable) -> None:
+    `appends`: those of finished turns are added on a thread beside. They are whoever's session
+    begins, or asks, later; the session itself has them anyway.
+    """
+
+    def __init__(
+        self, engine: Engine, planner: Planner, table: PhaseTable, *, appends: bool = False
+    ) -> None:
         super().__init__()
+        self._appends = appends
+        # One after the other, in the order in which turns ended.
+        self._beside = ThreadPoolExecutor(1, thread_name_prefix="kvbench-append")
+        self._adding: dict[str, Future[Appended]] = {}  # by bank: all of its appends so far
         self._engine = engine
         self._planner = planner
         self._table = table
@@ -104,6 +140,7 @@ class BankMemories(Memories):
         If the engine has their rows in a file, they are not read. Raises ContextLimitError if they
         are longer than the model's context.
         """
+        self.settle(session)
         started = time.perf_counter()
         bank = self._bank_for(session)
         with self._lock:
@@ -131,6 +168,39 @@ class BankMemories(Memories):
         self._engine.preserve(bank, plan.ids, seconds)
         return Remembered(1, len(plan.ids), seconds)
 
+    def settle(self, session: str) -> None:
+        adding = self._adding.get(self.bank_of(session))
+        if adding is not None:
+            adding.result()
+
+    def append(self, state: Session) -> None:
+        bank = self.bank_of(state.id)
+        if not (self._appends and bank):
+            return
+        with self._lock:
+            before = self._adding.get(bank)
+            self._adding[bank] = self._beside.submit(self._append, state, bank, before)
+
+    def _append(self, state: Session, bank: str, before: Future[Appended] | None) -> Appended:
+        so_far = Appended() if before is None else before.result()  # one that failed fails the next
+        started = time.perf_counter()
+        try:
+            rows = self._engine.memorise(state.id, bank, start=state.appended)
+        except EngineGoneError:
+            raise
+        except Exception as error:
+            what = f"a turn of session {state.id} could not be added to its memory"
+            raise KVBenchError(f"{what}: {error}") from error
+        state.appended += rows
+        self._rows[bank] += rows
+        return so_far + Appended(rows, time.perf_counter() - started)
+
+    def appended(self, session: str) -> Appended:
+        adding = self._adding.get(self.bank_of(session))
+        if adding is None or adding.exception() is not None:
+            return Appended()
+        return adding.result()
+
     def recalled(self, session: str) -> Recalled | None:
         """Return how much of each past message came back, a mean over layers, and in each."""
         bank = self.bank_of(session)
@@ -147,7 +217,7 @@ class BankMemories(Memories):
             pass
 
     def _free(self, bank: str) -> None:
-        for each in (self._read, self._rows, self._places):
+        for each in (self._read, self._rows, self._places, self._adding):
             each.pop(bank, None)
         self._engine.forget(bank)
 

@@ -352,6 +352,7 @@ class Session(BaseSession):
     broken: bool = False
     carried: KVStats = field(default_factory=KVStats)
     bank: str = ""  # of past sessions that its prompts bring back
+    appended: int = 0  # first tokens whose rows are in it by now
 
     def __post_init__(self) -> None:
         self.labeller = SessionLabeller(self.table)
@@ -376,7 +377,7 @@ class Session(BaseSession):
     def _begin_anew(self) -> None:
         self.close()
         self.broken = False
-        self.tokens, self.phases, self.known = [], [], None
+        self.tokens, self.phases, self.known, self.appended = [], [], None, 0
         self.labeller = SessionLabeller(self.table)
 
     def _rewind(self, keep: int) -> None:
@@ -388,6 +389,7 @@ class Session(BaseSession):
         # Until the rest is read, nobody can go on from what the client knows.
         self.known = None
         self.engine.rewind(self.id, keep)
+        self.appended = min(self.appended, keep)
         machine = PhaseMachine(self.table)
         self.tokens, self.phases = kept, machine.label_many(kept)
         self.labeller.move_to(machine.state)
@@ -424,6 +426,7 @@ class Session(BaseSession):
         """Open an engine session that goes on from here; return it, with an account of its own."""
         log = (self.tokens.copy(), self.phases.copy(), self.calls)
         twin = Session(name, self.engine, self.table, *log, bank=self.bank, known=self.known)
+        twin.appended = self.appended
         twin.drops = None if self.drops is None else self.drops.copy()
         twin.labeller.move_to(self.labeller.state)
         self.engine.fork(self.id, name, twin.labeller)

@@ -37,7 +37,7 @@ _TOTALS = {
     **{f"kv.{name}": name for name in ("events", "evicted", "restored", "prefill_tokens")},
 }
 _OWN_TOTALS = {"kv.decode_tokens": "output_tokens", "kv.bytes_read": "kv_bytes_read"}
-_FROM_FILES = frozenset({"ingest_files", "ingest_files_s"})
+_OF_BANKS = ("append_s", "append_tokens", "ingest_files", "ingest_files_s")
 _RETRIED = LOST | {TrialStatus.USER_ERROR}
 _LOCAL = frozenset({"embedded", "llamacpp", "vllm", "sglang"})
 _CLOCK_SLACK_S = 60.0  # a clock may be set while a run is going on
@@ -420,7 +420,7 @@ def check_ingest(evidence: RunEvidence) -> Checks:
     """Check that taking a past into banks took possible amounts of calls, tokens and time."""
     for key, record in evidence.trials.items():
         if not evidence.keeps_banks:
-            for name in sorted(_FROM_FILES & record.metrics.keys()):
+            for name in sorted(record.metrics.keys() & set(_OF_BANKS)):
                 yield Fault(place(key, f"metrics.{name}"), "is of no use to this method")
         elif record.status is TrialStatus.SCORED and "ingest_calls" in record.metrics:
             yield from _check_ingest(key, record)
@@ -428,7 +428,7 @@ def check_ingest(evidence: RunEvidence) -> Checks:
 
 def _check_ingest(key: TrialKey, record: TrialRecord) -> Checks:
     told: dict[str, float] = {}
-    for name in ("ingest_calls", "ingest_tokens", "ingest_s", *sorted(_FROM_FILES)):
+    for name in ("ingest_calls", "ingest_tokens", "ingest_s", *_OF_BANKS):
         value = record.metrics.get(name, 0)
         if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
             yield Fault(place(key, f"metrics.{name}"), f"is {shown(value)}, no amount")
@@ -438,6 +438,11 @@ def _check_ingest(key: TrialKey, record: TrialRecord) -> Checks:
     if files > calls or (files == 0) != (told["ingest_files_s"] == 0):
         text = f"is {files} of {calls} calls, in {told['ingest_files_s']} s"
         yield Fault(place(key, "metrics.ingest_files"), text)
+    if told["append_s"] > (record.timing.e2e_s or 0.0) or bool(told["append_s"]) != bool(
+        told["append_tokens"]
+    ):
+        text = f"took {told['append_tokens']:.0f} tokens in {told['append_s']} s"
+        yield Fault(place(key, "metrics.append_s"), text)
     # What came from files was read at another time.
     spent = told["ingest_files_s"] if files else told["ingest_s"]
     lasted = record.timing.e2e_s or 0.0

@@ -19,7 +19,7 @@ import msgspec
 from pydantic import ValidationError
 
 from agentbench_kv.engines.base import Capability
-from agentbench_kv.engines.embedded.memory import memory_method
+from agentbench_kv.engines.core.memory import memory_method
 from agentbench_kv.errors import KVBenchError, UsageError
 from agentbench_kv.registry import load_engine
 from agentbench_kv.results.files import file_sha

@@ -66,9 +66,10 @@ class RecordedBanks:
         if tokens:
             self._play(lambda model: deque(model.force(session, tokens), maxlen=0))
 
-    def memorise(self, session: str, bank: str, tokens: int) -> None:
-        self._rows[bank] += tokens
-        self._play(lambda model: model.memorise(session, bank, tokens))
+    def memorise(self, session: str, bank: str, tokens: int, start: int) -> int:
+        self._rows[bank] += tokens - start
+        self._play(lambda model: model.memorise(session, bank, tokens, start))
+        return tokens - start
 
     @property
     def passes(self) -> int:

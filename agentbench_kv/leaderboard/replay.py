@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from agentbench_kv.adapters.base import Sample, Task
 from agentbench_kv.engines import base
 from agentbench_kv.engines.core.ledger import SessionLedger
-from agentbench_kv.engines.embedded.memory import memory_method
+from agentbench_kv.engines.core.memory import memory_method
 from agentbench_kv.engines.serving.wire import read_model
 from agentbench_kv.errors import ContextLimitError, KVBenchError
 from agentbench_kv.gateway import Gateway
@@ -69,7 +69,7 @@ _PROTECTION = ("protected", "refused", "refused_recent", "refused_budget")
 _COUNTED = ("logical", "prefill_tokens", "longest_prefill", "decode_tokens")
 _OF_THE_CLOCK = frozenset({"seconds"})
 # Of a memory's ledger: times, and what of the past came from files.
-_INGEST_CLOCK = frozenset({"ingest_s", "ingest_files", "ingest_files_s"})
+_INGEST_CLOCK = frozenset({"ingest_s", "ingest_files", "ingest_files_s", "append_s"})
 _TOLERANCE = 1e-9
 _FEW_CUT_OFF = 0.05  # share of the trials that may have ended by the clock or an error
 
@@ -160,11 +160,11 @@ class RecordedEngine(base.Engine):
         limit = self.info.context_limit
         return _RecordedGeneration(self._sessions[session], ids, sampling, limit)
 
-    def memorise(self, session: str, bank: str, tokens: int | None = None) -> None:
+    def memorise(self, session: str, bank: str, tokens: int | None = None, start: int = 0) -> int:
         if self._banks is None:
-            return super().memorise(session, bank, tokens)
+            return super().memorise(session, bank, tokens, start)
         seen = self._sessions[session].ledger.fed
-        return self._banks.memorise(session, bank, seen if tokens is None else tokens)
+        return self._banks.memorise(session, bank, seen if tokens is None else tokens, start)
 
     def attach(self, session: str, bank: str) -> None:
         if self._banks is None:
@@ -257,6 +257,7 @@ class Replay:
             # Not the method's own word: a plug-in may not be here.
             closing=str(spec.params.get("closing", CLOSINGS[0])),
             remembers=banks is not None,
+            appends=banks is not None and banks.method.append == "turns",
         )
         self._records = {
             (trial, sample_key(sample)): transcript.tokens

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import chain
@@ -25,9 +26,12 @@ from agentbench_kv.errors import PrerequisiteError, UsageError
 from agentbench_kv.results import terminal
 from agentbench_kv.results.files import writing
 from agentbench_kv.results.records import TrialRecord, TurnRecord
+from agentbench_kv.results.runs import Run, load_run
 from agentbench_kv.results.stats import Interval
 from agentbench_kv.results.store import RunReader, RunStore, suggestion, turns_by_index
-from agentbench_kv.results.summary import Summary, build, median, summarize
+from agentbench_kv.results.summary import Summary, build, ledger_means, median, summarize
+from agentbench_kv.results.tables import formats
+from agentbench_kv.results.tables.ledger import ledger_tables
 from agentbench_kv.results.terminal import (
     failures,
     megabytes,
@@ -223,9 +227,16 @@ def steps(turns: Sequence[TurnRecord]) -> list[TimelineStep]:
     return found
 
 
-def timeline_table(timeline: Sequence[TimelineStep], budget: int | None = None) -> Table:
-    """Return one bar per turn: held at its end, then evicted during it; the budget marked below."""
-    table = new_table("turn", f"live KV: {_HELD} held, {_EVICTED} evicted", "held", "evicted")
+def timeline_table(
+    timeline: Sequence[TimelineStep], budget: int | None = None, token_bytes: float | None = None
+) -> Table:
+    """Return one bar per turn: held at its end, then evicted during it; the budget marked below.
+
+    With the bytes of a token, what is held stands in MB, too.
+    """
+    sizes = ["held MB"] * (token_bytes is not None)
+    bars = f"live KV: {_HELD} held, {_EVICTED} evicted"
+    table = new_table("turn", bars, *sizes, "held", "evicted")
     most = max([step.held + step.evicted for step in timeline] + [budget or 0, 1])
     scale = _WIDTH / most
     for step in timeline[:_MOST_BARS]:
@@ -233,7 +244,9 @@ def timeline_table(timeline: Sequence[TimelineStep], budget: int | None = None) 
         # Rounded together, so that equal sums end in the same column.
         evicted = round((step.held + step.evicted) * scale) - held
         bar = Text.assemble((_HELD * held, "blue"), (_EVICTED * evicted, "red"))
-        table.add_row(plain(step.turn), bar, plain(number(step.held)), plain(number(step.evicted)))
+        size = [] if token_bytes is None else [megabytes(step.held * token_bytes)]
+        cells = (*size, number(step.held), number(step.evicted))
+        table.add_row(plain(step.turn), bar, *map(plain, cells))
     if len(timeline) > _MOST_BARS:
         table.add_row("", f"and {len(timeline) - _MOST_BARS} more turns; --png draws all")
     if budget is not None:
@@ -251,9 +264,16 @@ def check_drawing() -> None:
 
 
 def draw_timeline(
-    timeline: Sequence[TimelineStep], path: Path, title: str, budget: int | None = None
+    timeline: Sequence[TimelineStep],
+    path: Path,
+    title: str,
+    budget: int | None = None,
+    token_bytes: float | None = None,
 ) -> None:
-    """Draw the timeline as a PNG file; whiskers are the 10th and 90th percentile over trials."""
+    """Draw the timeline as a PNG file; whiskers are the 10th and 90th percentile over trials.
+
+    Up goes MB where the bytes of a token are known, with tokens at the other side; else tokens.
+    """
     check_drawing()
     # Not pyplot: it keeps global state and may want a display.
     from matplotlib.figure import Figure
@@ -271,7 +291,14 @@ def draw_timeline(
     if budget is not None:
         axes.axhline(budget, color="black", linestyle="--", linewidth=0.8, label=f"budget {budget}")
     axes.set_xlabel("turn")
-    axes.set_ylabel("live tokens per layer and KV head")
+    tokens = "live tokens per layer and KV head"
+    if token_bytes is None:
+        axes.set_ylabel(tokens)
+    else:
+        unit = token_bytes / 1e6
+        axes.secondary_yaxis("right").set_ylabel(tokens)
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value * unit:.3g}")
+        axes.set_ylabel("live MB of a session")
     # A title is data: a font may lack its letters, and `$` would be taken for a formula.
     axes.set_title(visible(title).encode("ascii", "backslashreplace").decode(), parse_math=False)
     axes.legend(fontsize="small")
@@ -397,10 +424,10 @@ def summarize_runs(out: Path, runs: Sequence[str], as_json: bool) -> None:
 def show_run(
     out: Path, run: str, sample: str | None, as_json: bool, png: Path | None = None
 ) -> None:
-    """Print one run: summary, failures by kind, and its timeline turn by turn.
+    """Print one run: summary, failures by kind, what a memory cost, its timeline turn by turn.
 
-    With `sample`, that sample's failures, turns and transcripts instead; with `png`, the timeline
-    is drawn into that file as well. A UsageError if there is no such run or sample.
+    With `sample`, that sample's failures, costs, turns and transcripts instead; with `png`, the
+    timeline is drawn into that file as well. A UsageError if there is no such run or sample.
     """
     if png is not None:
         check_drawing()
@@ -414,9 +441,10 @@ def show_run(
             hint = suggestion(sample, known)
             raise UsageError(f"run {reader.path.name} has no sample {sample!r}{hint}")
     budget = _budget(summary)
+    size = summary.kv.token_bytes if summary.kv else None
     if png is not None:
         title = reader.path.name if sample is None else f"{reader.path.name}, {sample}"
-        draw_timeline(steps(turns), png, title, budget)
+        draw_timeline(steps(turns), png, title, budget, size)
     if as_json:
         document = {
             "summary": summary.model_dump(mode="json"),
@@ -428,22 +456,27 @@ def show_run(
         terminal.print_json(document)
         return
     failed = [failure_kinds(summary), failure_table(trials)]
-    _print_run(reader, summary, [*failed, *_turn_tables(turns, budget, sample is not None)])
+    _print_run(reader, summary, failed)
+    if summary.ledger:
+        _print_ledger(load_run(reader.path), trials)
+    _print_tables(_turn_tables(turns, budget, size, sample is not None))
     if sample is not None:
         _print_transcripts(reader, trials, turns)
     if png is not None:
         terminal.console().print(plain(png), soft_wrap=True)
 
 
-def _turn_tables(turns: Sequence[TurnRecord], budget: int | None, apart: bool) -> list[Table]:
+def _turn_tables(
+    turns: Sequence[TurnRecord], budget: int | None, size: float | None, apart: bool
+) -> list[Table]:
     """Return the timeline, that of every trial if they are to be told apart, and the turns."""
     if not turns:
         return []
     if not apart:
-        return [timeline_table(steps(turns), budget), _table(_TURNS, turns_by_index(turns))]
+        return [timeline_table(steps(turns), budget, size), _table(_TURNS, turns_by_index(turns))]
     trials = sorted({turn.trial for turn in turns})
     own = (steps([turn for turn in turns if turn.trial == trial]) for trial in trials)
-    return [*(timeline_table(each, budget) for each in own), _table(_TURN, turns)]
+    return [*(timeline_table(each, budget, size) for each in own), _table(_TURN, turns)]
 
 
 def _budget(summary: Summary) -> int | None:
@@ -480,10 +513,25 @@ def _print_run(reader: RunReader, summary: Summary, tables: Sequence[Table | Non
     screen.print(facts_table(summary))
     if reader.interrupted:
         screen.print("interrupted: run the same command again to finish it")
+    _print_tables(tables)
+
+
+def _print_tables(tables: Iterable[Table | None]) -> None:
+    screen = terminal.console()
     for table in tables:
         if table is not None:
             screen.print()
             screen.print(table)
+
+
+def _print_ledger(run: Run, trials: Sequence[TrialRecord]) -> None:
+    """Print what a run's memory cost in some of its trials; nothing of a run without one."""
+    own = {"ledger": ledger_means(trials), "trials": len(trials)}
+    part = copy(run)
+    part.summary = run.summary.model_copy(update=own)
+    if tables := ledger_tables([part]):
+        terminal.console().print()
+        formats.show(tables, "terminal")
 
 
 def _print_transcripts(

@@ -28,8 +28,8 @@ REMEMBERS = "remembers"  # in the provenance of a run whose method has a memory
 # Those that had one before provenance said so.
 _MEMORIES = frozenset({"memart", "mem0", "graphiti"})
 # A trial's metrics that say what past sessions cost; those that are absent where there was none.
-RARELY = ("ingest_failed", "ingest_files")
-READING = ("ingest_calls", "ingest_tokens", "ingest_s", *RARELY, "ingest_files_s")
+RARELY = ("ingest_failed", "ingest_files", "append_tokens")
+READING = ("ingest_calls", "ingest_tokens", "ingest_s", *RARELY, "ingest_files_s", "append_s")
 ANSWERING = ("answer_prefill_tokens", "answer_live_tokens", "answer_ttft_ms")  # means of a trial
 DEFAULT_INTERVAL = 128
 _UNREAD = ("other_syntax", "calls_in_other_syntax")  # metrics of a trial
@@ -308,6 +308,12 @@ class KVSummary(BaseModel, frozen=True, extra="forbid"):
     max_peak_alone: int = 0  # without those requests; 0 under methods that make none
     cached_tokens: int = 0  # of the prefilled ones, those that a shared prefix had
     median_shared: float = 0.0  # first tokens whose rows are held once for several sessions
+
+    @property
+    def token_bytes(self) -> float | None:
+        """Bytes of a live token over all layers and heads, at the peak; None if not known."""
+        counted = self.median_peak_bytes and self.median_peak_live
+        return self.median_peak_bytes / self.median_peak_live if counted else None
 
 
 class Summary(BaseModel, frozen=True, extra="forbid"):

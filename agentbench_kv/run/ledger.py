@@ -34,6 +34,7 @@ def ledger(
         "ingest_s": None if waited is None else reading.seconds + waited,
         **({"ingest_failed": reading.failed} if reading.failed else {}),
         **_from_files(reading, timed=timed),
+        **_appended(reading, timed=timed),
         "answer_calls": len(turns),
         "answer_tokens": generated + sum(turn.prefill_tokens for turn in later),
         "answer_s": None if asked is None or spoken is None else asked + spoken,
@@ -45,6 +46,13 @@ def _from_files(reading: Reading, *, timed: bool) -> dict[str, Metric]:
     if not reading.files:
         return {}
     return {"ingest_files": reading.files, "ingest_files_s": reading.files_s if timed else None}
+
+
+def _appended(reading: Reading, *, timed: bool) -> dict[str, Metric]:
+    """Say how many tokens finished turns added to a memory, and what that took beside them."""
+    if not reading.appended:
+        return {}
+    return {"append_tokens": reading.appended, "append_s": reading.append_s if timed else None}
 
 
 def answers(spent: Sequence[Spent], *, timed: bool = True) -> dict[str, Metric]:

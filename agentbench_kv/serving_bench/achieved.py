@@ -12,7 +12,19 @@ from typing import Any
 from agentbench_kv.errors import UsageError
 from agentbench_kv.results.records import TrialRecord
 from agentbench_kv.results.store import RunReader, RunStore
-from agentbench_kv.serving_bench.measurements import PLAN, LoadMeasurement, ServingFolder
+from agentbench_kv.serving_bench.measurements import (
+    PLAN,
+    LoadMeasurement,
+    ServingFolder,
+    read_per_token,
+)
+from agentbench_kv.serving_bench.roofline import (
+    Decoder,
+    Limit,
+    StepWork,
+    decode_step,
+    session_bytes,
+)
 
 
 @dataclass(frozen=True)
@@ -29,6 +41,21 @@ class Achieved:
     model: str
     hardware: Mapping[str, Any]  # what the record says of its machine
     assumed: str = ""  # what of this the run does not say
+
+    def work(self, decoder: Decoder, dtype: str, kv_dtype: str | None = None) -> StepWork:
+        """Return what a decode step of it has to move and to compute."""
+        kinds = {"dtype": dtype, "kv_dtype": kv_dtype or dtype}
+        return decode_step(decoder, self.sessions, self.rows, self.seen, read=self.read, **kinds)
+
+    def held(self, decoder: Decoder, kv_dtype: str) -> float:
+        """Return bytes of K and V that a session's token attended to: counted, or by its rows."""
+        if self.read is not None:
+            return self.read
+        return session_bytes(decoder, self.rows, self.seen, kv_dtype)
+
+    def share(self, limit: Limit) -> float:
+        """Return how near it came to a limit: 1 is there."""
+        return limit.seconds / self.step_s
 
 
 def read_achieved(path: str, out: Path) -> list[Achieved]:
@@ -88,6 +115,7 @@ def _loads(folder: ServingFolder) -> Iterator[Achieved]:
             return statistics.median(float(each.figures.get(name, 0)) for each in of)
 
         accounts = [each.kv or {} for each in repeats]
+        read = [each for each in map(read_per_token, repeats) if each is not None]
         yield Achieved(
             name=f"{arm} {shape} {load}",
             sessions=max(1.0, median("concurrency")),
@@ -95,7 +123,7 @@ def _loads(folder: ServingFolder) -> Iterator[Achieved]:
             seen=statistics.median(account["median_logical"] for account in accounts),
             step_s=median("median_tpot_ms") / 1e3,
             dtype=folder.plan.dtype or "float32",
-            read=None,
+            read=statistics.median(read) if len(read) == len(repeats) else None,
             model=folder.plan.model,
             hardware=folder.provenance.get("hardware") or {},
             assumed="sessions in a step: the mean of requests in flight",

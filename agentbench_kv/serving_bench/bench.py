@@ -44,6 +44,7 @@ from agentbench_kv.serving_bench.measurements import (
     ServingPlan,
     TraceFigures,
 )
+from agentbench_kv.serving_bench.pool import PoolWatch
 from agentbench_kv.serving_bench.prompts import read_vocabulary
 from agentbench_kv.serving_bench.summary import ServingSummary, summarize_serving
 from agentbench_kv.serving_bench.trace import LoadTrace, ReadMessages
@@ -188,7 +189,8 @@ def _measure(
     job = jobs.LoadJob(
         target, sessions, load, vocabulary, seed, run.timeout_s, plan.time_scale, plan.goodput
     )
-    result = measure_apart(job)
+    with PoolWatch(server.engine) as pool:
+        result = measure_apart(job)
     details = [{name: getattr(turn, name) for name in _DETAILS} for turn in result.requests]
     return LoadMeasurement(
         arm=arm.name,
@@ -203,6 +205,7 @@ def _measure(
         max_concurrency=load.concurrency,
         request_rate=load.rate or "inf",
         server=server.about,
+        pool_bytes=pool.peak,
         **msgspec.structs.asdict(result) | {"requests": details if run.detailed else None},
     )
 

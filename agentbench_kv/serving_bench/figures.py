@@ -106,6 +106,8 @@ def kv_figures(turns: Sequence[TimedTurn]) -> dict[str, Any] | None:
         "max_peak_live": max(column("peak_live")),
         "longest_prefill": max(column("longest_prefill")),
         "mean_decode_kv": float(np.average(held, weights=steps)) if sum(steps) else 0.0,
+        "bytes_read": sum((turn.kv or {}).get("turn_bytes_read", 0) for turn in turns),
+        "decode_tokens": sum(steps),
         "max_over_budget": max(over, default=None),
         "compressed_sessions": sum(account.get("events", 0) > 0 for account in accounts),
         **{name: sum(column(name)) for name in _SUMMED},

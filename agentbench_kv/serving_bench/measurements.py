@@ -148,6 +148,7 @@ class LoadMeasurement(BaseModel, frozen=True, extra="forbid"):
     errors: dict[str, int] = Field(default_factory=dict)  # what failed requests said, how often
     warmup_errors: int = 0
     server: dict[str, Any] = Field(default_factory=dict)  # what the engine says of itself
+    pool_bytes: int | None = None  # most of the KV memory that all sessions took up at once
     quality: Quality | None = None  # of the arm, in one of its measurements
     requests: list[dict[str, Any]] | None = None
 
@@ -169,6 +170,13 @@ class LoadMeasurement(BaseModel, frozen=True, extra="forbid"):
         own = {name: value for name, value in document.items() if name in cls.model_fields}
         rest = {name: value for name, value in document.items() if name not in own}
         return cls.model_validate({"max_concurrency": None, **own, "figures": rest})
+
+
+def read_per_token(measured: LoadMeasurement) -> float | None:
+    """Return bytes of keys and values that a decoded token's attention read; None if not known."""
+    account = measured.kv or {}
+    read, tokens = account.get("bytes_read"), account.get("decode_tokens")
+    return read / tokens if read and tokens else None
 
 
 class ServingFolder:

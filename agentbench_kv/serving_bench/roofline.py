@@ -118,11 +118,16 @@ def decode_step(
     """
     attended = decoder.attended(rows, seen)
     if read is None:
-        read = attended * decoder.kv_elements * BYTES[kv_dtype]
+        read = session_bytes(decoder, rows, seen, kv_dtype)
     written = len(decoder.windows) * decoder.kv_elements * BYTES[kv_dtype]
     weights = decoder.weights(sessions) + decoder.head
     flops = 2 * (decoder.active + decoder.head) + 4 * decoder.q_width * attended
     return StepWork(weights * BYTES[dtype] + sessions * (read + written), sessions * flops)
+
+
+def session_bytes(decoder: Decoder, rows: float, seen: float, kv_dtype: str) -> float:
+    """Return bytes of the keys and values that a session's next token attends to."""
+    return decoder.attended(rows, seen) * decoder.kv_elements * BYTES[kv_dtype]
 
 
 def prefill(decoder: Decoder, tokens: int, *, dtype: str, kv_dtype: str) -> StepWork:

@@ -24,9 +24,11 @@ from agentbench_kv.serving_bench.measurements import (
     ServingArm,
     ServingFolder,
     ServingPlan,
+    read_per_token,
 )
 
-BASES = ("full", "full-constrained")  # arms that the others are compared with
+STANDARD = ("full", "full-constrained")  # arms of every plan that does not leave them out
+BASES = (*STANDARD, "full@prefix")  # arms that the others are compared with
 DUMMY = "dummy weights: speed of these shapes only; nothing here says anything about accuracy"
 SIMULATED = (
     "simulated: rows are quantised and dequantised when written, and counted at the bytes they "
@@ -62,10 +64,13 @@ _FIGURE_COLUMNS = {
 }
 _KV_COLUMNS = {
     "median_peak_bytes": Column("peak live MB", Unit.MEGABYTES),
+    "pool_bytes": Column("pool MB", Unit.MEGABYTES),
+    "bytes_read": Column("read MB a token", Unit.MEGABYTES),
     "median_peak_live": Column("peak live", Unit.TOKENS),
     "mean_decode_kv": Column("decode KV", Unit.TOKENS),
     "median_logical": Column("logical", Unit.TOKENS),
 }
+_IN_BYTES = ("median_peak_bytes", "pool_bytes", "bytes_read")
 # Where some arm reads tokens twice.
 _AGAIN_COLUMNS = {
     "prefill_tokens": Column("prefilled", Unit.TOKENS),
@@ -141,6 +146,7 @@ def _arm_figures(
     names = [name for name in runs[0].figures if all(name in run.figures for run in runs)]
     accounts = [run.kv for run in runs if run.kv]
     kv = {n: middle(float(account.get(n) or 0) for account in accounts) for n in _KV if accounts}
+    kv |= _bytes(runs)
     return ArmFigures(
         arm=arm.name,
         shape=runs[0].shape,
@@ -153,6 +159,19 @@ def _arm_figures(
         quality=quality,
         model_runner=str(runs[0].server.get("model_runner", "")),
     )
+
+
+def _bytes(runs: Sequence[LoadMeasurement]) -> dict[str, float]:
+    """Return medians of what every repetition knows: of the pool, and read for a decoded token."""
+    found: dict[str, list[float | None]] = {
+        "pool_bytes": [run.pool_bytes for run in runs],
+        "bytes_read": [read_per_token(run) for run in runs],
+    }
+    return {
+        name: middle(value for value in values if value is not None)
+        for name, values in found.items()
+        if None not in values
+    }
 
 
 def _ratios(
@@ -264,6 +283,7 @@ def summary_tables(summary: ServingSummary) -> list[Table]:
 def _loads_table(plan: ServingPlan, shape: str, cells: Sequence[ArmFigures]) -> Table:
     bases = _bases(cells)
     of_kv = _KV_COLUMNS if any(cell.kv for cell in cells) else {}
+    of_kv = {n: c for n, c in of_kv.items() if n not in _IN_BYTES or _any_has(cells, n)}
     of_kv = of_kv | (_AGAIN_COLUMNS if any(cell.kv.get("recomputed") for cell in cells) else {})
     first, later = _known(_FIRST_COLUMNS, cells), _known(_FIGURE_COLUMNS, cells)
     titles = (Column("load"), Column("arm"), Column("repeats", Unit.NUMBER), *first.values())
@@ -298,9 +318,13 @@ def _exact_cell(cell: ArmFigures) -> Cell:
 
 def _kv_cell(cell: ArmFigures, name: str) -> Cell:
     value = cell.kv.get(name)
-    if name == "median_peak_bytes":  # 0 where the server does not count them
+    if name in _IN_BYTES:  # 0 where the server does not count them
         return Cell(value / 1e6 if value else None)
     return Cell(value)
+
+
+def _any_has(cells: Sequence[ArmFigures], name: str) -> bool:
+    return any(cell.kv.get(name) for cell in cells)
 
 
 def _known(columns: Mapping[str, Column], cells: Sequence[ArmFigures]) -> dict[str, Column]:
@@ -390,9 +414,14 @@ def _notes(plan: ServingPlan, cells: Sequence[ArmFigures]) -> list[str]:
         notes += _quality_notes(cells)
     if any(cell.kv for cell in cells):
         notes.append(
-            "peak live MB: keys and values over all layers and heads; peak live, decode KV, "
-            "logical: tokens per layer and KV head; medians over sessions, and the mean over "
-            "decoded tokens"
+            "peak live MB: keys and values of a session over all layers and heads; peak live, "
+            "decode KV, logical: tokens per layer and KV head; medians over sessions, and the mean "
+            "over decoded tokens"
+        )
+    if any(_any_has(cells, name) for name in ("pool_bytes", "bytes_read")):
+        notes.append(
+            "pool MB: slots or blocks that all sessions, and what they share, took up together at "
+            "the most; read MB a token: keys and values that a decoded token's attention read"
         )
     notes += runner_notes((cell.arm, cell.model_runner) for cell in cells)
     if dropping := [arm.name for arm in plan.arms if arm.drops]:
@@ -416,7 +445,7 @@ def _quality_notes(cells: Sequence[ArmFigures]) -> list[str]:
     """Say what exact calls are, and why there are none."""
     found = {cell.arm: cell.quality for cell in cells if cell.quality is not None}
     if not found:
-        return ["exact calls: not measured, as no recorded answers came with the trace"]
+        return ["exact calls: not measured: no recorded answers came, or nobody asked for them"]
     reasons: dict[str, list[str]] = {}
     for arm, quality in found.items():
         if quality.reason:

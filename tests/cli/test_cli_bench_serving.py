@@ -54,6 +54,17 @@ def test_full_constrained_and_agentkv_end_to_end(kvbench, tmp_path: Path) -> Non
     assert (other.returncode, other.stdout) == (2, "")
 
 
+def test_methods_alone_are_measured_without_the_standard_arms(kvbench, tmp_path: Path) -> None:
+    done = kvbench(*SMALL, "--method", "full@prefix", "--alone", "--json")
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert [cell["arm"] for cell in document["cells"]] == ["full@prefix"]
+    (file,) = (tmp_path / document["path"]).glob("rep*.json")
+    one = json.loads(file.read_text())
+    assert one["pool_bytes"] >= one["kv"]["median_peak_bytes"] > 0
+    assert one["kv"]["bytes_read"] > 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -72,7 +72,7 @@ def test_a_trace_is_played_on_its_schedule_end_to_end(kvbench, tmp_path: Path) -
     first = [name.strip() for name in heading.split("|")[4:8]]
     assert first == ["good sessions/s", "good requests/s", "TTFT turns 2+ ms", "p99"]
     assert "its gaps and clock x 0.1" in shown.stdout
-    assert "exact calls: not measured, as no recorded answers came with the trace" in shown.stdout
+    assert "exact calls: not measured: no recorded answers came, or nobody asked" in shown.stdout
     assert "exact calls %" not in shown.stdout
 
 
@@ -131,6 +131,14 @@ def test_exact_calls_are_not_measured_without_calls_or_answers(kvbench, tmp_path
     shown = kvbench("report", "runs", "--format", "markdown").stdout
     assert "not measured: no recorded answer calls a tool" in shown
     assert "| not measured |" in shown
+
+
+def test_exact_calls_can_be_left_out(kvbench, tmp_path: Path) -> None:
+    wrote(tmp_path / "t.jsonl", [recorded(number, True) for number in range(2)])
+    done = kvbench(*SMALL, "--concurrency", "2", "--no-exact-calls", "--alone", "--json")
+    assert done.returncode == 0, done.stderr
+    (cell,) = json.loads(done.stdout)["cells"]
+    assert (cell["arm"], cell["quality"]) == ("agentkv 32", None)
 
 
 def test_a_generated_trace_is_written_and_described(kvbench, tmp_path: Path) -> None:

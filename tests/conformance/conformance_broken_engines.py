@@ -17,6 +17,7 @@ from agentbench_kv.engines.base import (
     Sampling,
 )
 from agentbench_kv.engines.embedded.engine import EmbeddedEngine
+from agentbench_kv.kernels import rope_rotate
 from agentbench_kv.methods.base import Phase
 
 
@@ -70,6 +71,55 @@ class RopeOffByOne(Watched):
             state._next += 1
 
         state.compress = skipping
+
+
+class RecallsTheLast(EmbeddedEngine):
+    """Brings a memory's last rows back, whatever a prompt needs."""
+
+    def attach(self, session: str, bank: str) -> None:
+        super().attach(session, bank)
+        memory: Any = self._scheduler.get(session).memory
+        memory._method = dataclasses.replace(memory._method, pick="last")
+
+
+class RecallsMisplaced(EmbeddedEngine):
+    """Brings a memory's rows back one position too far."""
+
+    def attach(self, session: str, bank: str) -> None:
+        super().attach(session, bank)
+        memory: Any = self._scheduler.get(session).memory
+        front = memory.front
+
+        def misplaced(layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+            keys, values = front(layer)
+            rope_rotate(keys[None], torch.tensor(1), memory._frequencies)
+            return keys, values
+
+        memory.front = misplaced
+
+
+class RecallsItself(EmbeddedEngine):
+    """Brings a session's own rows back to it."""
+
+    def attach(self, session: str, bank: str) -> None:
+        super().attach(session, bank)
+        memory: Any = self._scheduler.get(session).memory
+        memory.has = lambda _: None
+
+
+class AppendsApart(EmbeddedEngine):
+    """Begins a block with every turn that a memory takes."""
+
+    def memorise(self, session: str, bank: str, tokens: int | None = None, start: int = 0) -> int:
+        self._scheduler.get(session).mark = object()
+        return super().memorise(session, bank, tokens, start)
+
+
+class RecallsUncounted(EmbeddedEngine):
+    """Says nothing of what a memory brought back."""
+
+    def close(self, session: str) -> KVStats:
+        return dataclasses.replace(super().close(session), restored=0)
 
 
 class BudgetOffByOne(EmbeddedEngine):

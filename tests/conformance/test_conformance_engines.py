@@ -15,6 +15,7 @@ from agentbench_kv.conformance.engines.fixture import (
     long_sessions,
     write_model,
 )
+from agentbench_kv.conformance.engines.memories import WAYS, memory_part
 from agentbench_kv.conformance.engines.rewinds import check_rewinds
 from agentbench_kv.conformance.engines.suite import (
     crowd_part,
@@ -189,6 +190,39 @@ def test_a_wrong_rewind_is_found(
         result = check_rewinds(one.driver(asked), reference)
     assert (result.name, result.ok) == (expected, False)
     assert detail in result.detail
+
+
+@pytest.mark.parametrize("sets", WAYS)
+def test_a_memory_passes(sets: str, fixture_for: Callable[[type], Fixture]) -> None:
+    results = memory_part(fixture_for(EmbeddedEngine), sets)
+    assert not failed(results), results
+    assert not any(result.skipped for result in results)
+
+
+@pytest.mark.parametrize("sets", WAYS)
+@pytest.mark.parametrize(
+    ("variant", "expected"),
+    [
+        (broken.RecallsTheLast, {"a memory's rows are the embedded engine's"}),
+        (broken.RecallsMisplaced, {"with all rows it is the whole context"}),
+        (broken.RecallsUncounted, {"and the accounts"}),
+        (broken.RecallsItself, {"turn by turn is as at once"}),
+        (broken.AppendsApart, {"turn by turn is as at once"}),
+    ],
+)
+def test_a_wrong_memory_is_found(
+    variant: type, expected: set[str], sets: str, fixture_for: Callable[[type], Fixture]
+) -> None:
+    assert expected <= failed(memory_part(fixture_for(variant), sets))
+
+
+def test_an_engine_without_banks_is_not_asked_for_any(
+    fixture_for: Callable[[type], Fixture], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    able = EmbeddedEngine.capabilities - {Capability.MEMORY_BLOCKS}
+    monkeypatch.setattr(EmbeddedEngine, "capabilities", able)
+    (result,) = memory_part(fixture_for(EmbeddedEngine), WAYS[0])
+    assert result.skipped
 
 
 def test_an_engine_that_does_not_rewind_is_not_asked_to(

@@ -44,7 +44,7 @@ def test_the_embedded_engine_passes_quickly() -> None:
         "qwen3, streamingllm", "endings, streamingllm", "small pool, full-constrained",
         "small pool, streamingllm", "leaks", "forks, streamingllm", "forks, full-constrained",
         "tree of forks, streamingllm", "tree of forks, full-constrained",
-        "shared prefix, streamingllm",
+        "shared prefix, streamingllm", "memory, sets=layer",
     }  # fmt: skip
     assert "endings, streamingllm: ok" in result.stderr
 

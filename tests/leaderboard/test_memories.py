@@ -42,6 +42,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             root / "runs", {"topk": "40", "block": "8", "normalise": "rr", "aggregate": "sum"}
         ),
         "one set": play(root / "runs", {"topk": "24", "sets": "shared"}, banks),
+        "turns": play(root / "runs", {"topk": "24", "append": "turns"}, banks),
     }
 
 
@@ -59,7 +60,7 @@ def evidence_of(path: Path) -> RunEvidence:
     return found
 
 
-@pytest.mark.parametrize("name", ["attention", "files", "random", "ranks", "one set"])
+@pytest.mark.parametrize("name", ["attention", "files", "random", "ranks", "one set", "turns"])
 def test_an_honest_run_is_re_scored_with_its_past_told(packed: Packed, name: str) -> None:
     verdict = validate(packed(name).folder)
     assert not verdict.findings, [str(each) for each in verdict.findings[:5]]
@@ -137,6 +138,14 @@ def more_files_than_sessions(f: Any) -> None:
     f.trials(lambda row: row["metrics"].update(ingest_files=99, ingest_files_s=0.001))
 
 
+def turns_appended_for_longer_than_the_trial(f: Any) -> None:
+    f.trials(lambda row: row["metrics"].update(append_s=row["timing"]["e2e_s"] + 1))
+
+
+def turns_that_nobody_appended(f: Any) -> None:
+    f.trials(lambda row: row["metrics"].update(append_tokens=99, append_s=0.001))
+
+
 def files_of_minus_one(f: Any) -> None:
     f.trials(lambda row: row["metrics"].update(ingest_files=-1, ingest_files_s=0.001))
 
@@ -203,6 +212,8 @@ FORGERIES = [
     ("attention", a_past_read_in_no_time, "metrics.ingest_s: took"),
     ("attention", a_past_read_for_longer_than_the_trial, "metrics.ingest_s: took"),
     ("attention", more_files_than_sessions, "metrics.ingest_files: is 99 of"),
+    ("turns", turns_appended_for_longer_than_the_trial, "metrics.append_s: took"),
+    ("attention", turns_that_nobody_appended, "append_tokens"),
     ("attention", files_of_minus_one, "metrics.ingest_files: is -1, no amount"),
     ("attention", parts_that_were_lost, "metrics.ingest_failed: is 3, expected None"),
     ("attention", fewer_rows, ""),
@@ -298,11 +309,12 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("append", ["off", "turns"])
 def test_questions_beside_the_session_are_played_by_a_rerun(
-    data: Path, tmp_path: Path, forger_of: Callable[..., Any]
+    data: Path, tmp_path: Path, forger_of: Callable[..., Any], append: str
 ) -> None:
     del data
-    settings = {"check": "off", "topk": "4"}
+    settings = {"check": "off", "topk": "4", "append": append}
     run = play(tmp_path / "runs", settings, task="probe/locomo", limit=1, max_tokens=8)
     made = forger_of(run, tmp_path / "submission")
     verdict = validate(made.folder, rescore=True)

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentbench_kv.conformance.methods import method_suite
-from agentbench_kv.engines.embedded import memory
-from agentbench_kv.engines.embedded.memory import SessionMemory
+from agentbench_kv.engines.core import memory
+from agentbench_kv.engines.core.memory import SessionMemory
 from agentbench_kv.kernels import aabb, aabb_score, rope_rotate
 from agentbench_kv.methods.memory.bank import MemoryBank
 from agentbench_kv.methods.memory.memart import MemArt
@@ -48,6 +48,68 @@ def test_no_key_beats_its_box() -> None:
         assert (found >= (blocks @ query).max(1) - 1e-4).all()
 
 
+@given(
+    st.lists(st.integers(0, 13), min_size=1, max_size=8).filter(any),
+    st.integers(1, 9),
+    st.integers(0, 255),
+    st.integers(0, 11),
+)
+@settings(max_examples=200)
+def test_appended_turn_by_turn_is_as_at_once(
+    turns: list[int], block: int, looks: int, others: int
+) -> None:
+    """Behind another session, and whoever looks between: what they saw stays as it was."""
+    keys, values = rows(sum(turns), 50)
+    at_once, by_turns = (filled([others, 0][: 1 + (others > 0)], block) for _ in range(2))
+    mark, start, seen = object(), 0, []
+    at_once.append(keys, values, object())
+    for number, count in enumerate(turns):
+        if looks >> number & 1 and by_turns.rows:
+            index = by_turns.index()
+            parts = (index.lows, index.highs, index.starts, index.sizes)
+            seen.append((parts, [part.clone() for part in parts]))
+        end = start + count
+        found = by_turns.append(keys[:, :, start:end], values[:, :, start:end], mark, start)
+        if count:
+            own = by_turns.starts[found.start], by_turns.starts[found.stop - 1]
+            first = others + start
+            assert own[0] <= first < own[0] + block
+            assert own[1] <= first + count - 1 < own[1] + block
+        start = end
+    for wanted, got in zip(
+        vars(at_once.index()).values(), vars(by_turns.index()).values(), strict=True
+    ):
+        assert torch.equal(wanted, got)
+    every = torch.arange(at_once.rows)
+    for layer in range(LAYERS):
+        for wanted, got in zip(
+            at_once.gather(layer, every), by_turns.gather(layer, every), strict=True
+        ):
+            assert torch.equal(wanted, got)
+    for parts, copies in seen:
+        assert all(torch.equal(part, copy) for part, copy in zip(parts, copies, strict=True))
+
+
+def test_what_is_another_session_s_begins_a_block() -> None:
+    bank, mine, other = MemoryBank(8), object(), object()
+    keys, values = rows(9, 1)
+    part = (keys[:, :, :3], values[:, :, :3])
+    for session, start in (
+        (mine, 0),
+        (mine, 3),
+        (other, 6),
+        (mine, 6),
+        (mine, 12),
+        (None, 0),
+        (None, 3),
+    ):
+        bank.append(*part, session, start)
+    assert bank.sizes.tolist() == [6, 3, 3, 3, 3, 3]
+    left = bank.index().without({0, 4, 99})
+    assert left.starts.tolist() == [6, 9, 12, 18]
+    assert torch.equal(left.lows, bank.lows[:, :, [1, 2, 3, 5]])
+
+
 def test_keys_turn_back_and_forth() -> None:
     keys, _ = rows(64, 0)
     there, frequencies = torch.arange(64) * 997, 10000.0 ** -torch.linspace(0, 1, WIDTH // 2)
@@ -81,7 +143,7 @@ def test_choice_by_brute_force(sizes: list[int], block: int, topk: int, seed: in
     wanted: list[int] = []
     for number in sorted(range(len(blocks)), key=lambda n: (-int(scores[n]), n)):
         wanted += blocks[number][: count - len(wanted)]
-    assert method.choose(scores.float(), bank, count).tolist() == sorted(wanted)
+    assert method.choose(scores.float(), bank.index(), count).tolist() == sorted(wanted)
 
 
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=8).filter(any), st.integers(1, 9))
@@ -176,7 +238,7 @@ def test_the_suite_misses_no_broken_memory(
     whole = method_suite(memart)
     assert all(result.ok for results in whole.values() for result in results), whole
     if lost == "splice":
-        monkeypatch.setattr(SessionMemory, "splice", lambda *_: None)
+        monkeypatch.setattr(SessionMemory, "front", lambda *_: (torch.zeros(1), torch.zeros(1)))
     else:
         monkeypatch.setattr(memory, "rope_rotate", lambda *_, **__: None)
     broken = method_suite(memart)

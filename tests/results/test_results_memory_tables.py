@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from agentbench_kv.cli.report import report
+from agentbench_kv.cli.show import show
 from agentbench_kv.results.papers import headlines, quality
 from agentbench_kv.results.records import TrialRecord
 from agentbench_kv.results.runs import load_runs
@@ -63,7 +64,8 @@ def runs(write: Callable[..., Path]) -> Path:
     write("last", metrics(2, None), task_params=last, provenance={"changed_settings": last})
     restored = {"restored": 500}
     remembers = {"remembers": True}
-    write("memart", metrics(3, 2, **READ), restored, method="memart", provenance=remembers)
+    counted = restored | {"peak_bytes": 900 * 4096}
+    write("memart", metrics(3, 2, **READ), counted, method="memart", provenance=remembers)
     lost = {**metrics(0, 0), "ingest_calls": 5, "ingest_tokens": 3_000, "ingest_s": None}
     own = metrics(1, 5, **READ, ingest_failed=3)
     # Of a time before provenance said who remembers.
@@ -95,6 +97,8 @@ def test_a_memory_s_ledger_stands_in_the_report_with_what_reads_everything(runs:
     wanted = {"trials": 3, "read: calls": 20, "tokens": 18_000, "seconds": 300, "parts lost": 0}
     wanted |= {"an answer: prefilled": 90, "live": 2150, "TTFT ms": 400}
     assert {name: found[name].value for name in wanted} == wanted
+    assert found["live MB"].value == pytest.approx(2150 * 4096 / 1e6)
+    assert row(table, "full")["live MB"].value is None  # whose bytes nobody counted
     names = [each.cells[0].value for each in table.rows]
     assert names == ["full", "full, last 50 turns", "mem0", "memart"]
     for name in ("full", "full, last 50 turns"):  # they read nothing apart from their own session
@@ -232,3 +236,29 @@ def test_the_site_has_both_tables_and_every_measure(runs: Path, tmp_path: Path) 
         assert words in page
     assert page.count('<tr class="published">') == 4 * 5
     assert "What a memory costs" not in (folder / "index.html").read_text()
+    assert "What a memory costs" not in (folder / "runs" / "full.html").read_text()
+    page = (folder / "runs" / "memart.html").read_text()
+    for words in ("What a memory costs", "18,000", "an answer: prefilled"):
+        assert words in page
+
+
+def shown(folder: Path, *arguments: str) -> str:
+    asked = [*arguments, "--out", str(folder)]
+    result = CliRunner().invoke(show, asked, env={"COLUMNS": "300"})
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_a_run_s_own_ledger_is_shown(runs: Path) -> None:
+    text = shown(runs, "memart")
+    assert "what a memory costs: probe/locomo, Qwen2.5-7B-Instruct, embedded" in text
+    assert "18,000" in text
+    assert "read: what a memory took to take in the past" in text
+    assert "what a memory costs" not in shown(runs, "full")
+
+
+def test_a_sample_s_ledger_is_that_of_its_trials(runs: Path) -> None:
+    said = {name: shown(runs, "mem0", "--sample", name) for name in (TALKS[0], TALKS[-1])}
+    assert "18,000" in said[TALKS[0]]
+    assert "18,000" not in said[TALKS[-1]]
+    assert "3,000" in said[TALKS[-1]]

@@ -263,3 +263,16 @@ def test_a_session_is_drawn_up_and_then_down_by_what_was_evicted(tmp_path):
     assert (budget - top) / (points[2][1] - points[0][1]) == pytest.approx(60 / 10, rel=0.01)
     assert [mark[2] for mark in drawn.marks] == ["turn 1: 1 events, 60 tokens evicted"]
     assert len(timeline(overview([trial]), None).band.split()) == 4
+
+
+def test_the_axis_of_a_run_is_in_bytes_where_they_are_known(tmp_path):
+    path = tmp_path / "turns.jsonl"
+    path.write_text('{"sample_id":"a","trial":0,"turn":0,"live_after":50,"events":0,"evicted":0}')
+    (trial,) = read_turns(path)
+    plain, sized = (timeline(overview([trial]), 40, size) for size in (None, 12_000.0))
+    assert [text for _, text in plain.y_ticks] == ["0", "20", "40", "60"]
+    assert [text for _, text in sized.y_ticks] == ["0 MB", "0.2 MB", "0.4 MB", "0.6 MB"]
+    # 50 tokens of 60, and 0.6 MB of 0.6.
+    places = [float(chart.line.split(",")[1]) for chart in (plain, sized)]
+    assert sized.y_ticks[-1][0] == places[1] < places[0]
+    assert session(trial, None, 12_000.0).y_ticks == sized.y_ticks

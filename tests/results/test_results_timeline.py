@@ -98,3 +98,21 @@ def test_a_picture_that_cannot_be_written_is_one_line(tmp_path):
     pytest.importorskip("matplotlib")
     with pytest.raises(PrerequisiteError, match="cannot write"):
         draw_timeline(steps([turn(0, 5)]), tmp_path / "none" / "x.png", "title")
+
+
+def test_held_tokens_stand_in_megabytes_where_their_bytes_are_known():
+    lines = text_of(timeline_table(steps([turn(0, 2000, 10)]), token_bytes=1500.0))
+    assert lines[1].split()[-3:] == ["3", "2000", "10"]
+
+
+def test_the_pictures_axis_is_in_bytes_where_they_are_known(tmp_path, monkeypatch):
+    figure = pytest.importorskip("matplotlib.figure")
+    drawn = []
+    monkeypatch.setattr(figure.Figure, "savefig", lambda self, *_, **__: drawn.append(self))
+    for size in (None, 2e6):
+        draw_timeline(steps([turn(0, 100)]), tmp_path / "x.png", "title", None, size)
+    plain, sized = (each.axes[0] for each in drawn)
+    assert plain.get_ylabel() == "live tokens per layer and KV head"
+    assert sized.get_ylabel() == "live MB of a session"
+    assert sized.yaxis.get_major_formatter()(50, None) == "100"
+    assert sized.child_axes[0].get_ylabel() == plain.get_ylabel()

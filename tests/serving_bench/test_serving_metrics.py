@@ -127,6 +127,7 @@ def test_kv_counts_the_last_account_of_each_session() -> None:
     assert found["events"] == 4
     assert found["mean_decode_kv"] == pytest.approx((10 * 120 + 30 * 200) / 40)
     assert found["max_over_budget"] == 250 - 100 - 30
+    assert (found["bytes_read"], found["decode_tokens"]) == (0, 40)
     # Phases are those of each turn's own tokens.
     assert found["phases"] == {"think": 17, "tool": 4}
 
@@ -170,3 +171,14 @@ def test_prefix_hits_are_those_that_the_server_reports() -> None:
     assert found["prefix_hit_rate"] == pytest.approx(30 / 60)  # of the prompts that say
     assert found["median_ttft_first_ms"] == pytest.approx(625)
     assert found["median_ttft_later_ms"] == pytest.approx(375)
+
+
+def test_bytes_read_are_those_of_all_turns() -> None:
+    turns = [
+        turn(0, 0, 0.0, [0.1], kv=account(turn_bytes_read=300)),
+        turn(0, 1, 1.0, [0.1], kv=account(turn_bytes_read=500)),
+        turn(1, 0, 0.0, [0.1], kv=account(turn_bytes_read=200)),
+    ]
+    found = kv_figures(turns)
+    assert found is not None
+    assert (found["bytes_read"], found["decode_tokens"]) == (1000, 20)

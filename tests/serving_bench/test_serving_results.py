@@ -279,3 +279,41 @@ def test_an_arm_that_drops_messages_says_what_that_means() -> None:
     row = next(row for row in under_load.rows if row.cells[1].value == "clear-tools")
     assert [each.value for each in row.cells[-2:]] == [1000, 300]
     assert any(note.startswith("clear-tools: the recorded messages") for note in under_load.notes)
+
+
+def test_memory_is_in_bytes_before_it_is_in_tokens() -> None:
+    account = KV | {"median_peak_bytes": 5e8, "bytes_read": 4e9, "decode_tokens": 20}
+    runs = [
+        measurement("agentkv 4096", "c8", n, 1.0, kv=account, pool_bytes=(n + 1) * 10**9)
+        for n in range(3)
+    ]
+    (table, *_) = summary_tables(summary(runs))
+    titles = [column.title for column in table.columns]
+    row = dict(zip(titles, table.rows[0].cells, strict=True))
+    assert [row[name].value for name in ("peak live MB", "pool MB", "read MB a token")] == [
+        *(500.0, 2000.0, 200.0),
+    ]
+    assert titles.index("read MB a token") < titles.index("peak live")
+    assert any(note.startswith("pool MB: slots or blocks") for note in table.notes)
+    # One repetition without it, and nothing is said.
+    runs[1] = measurement("agentkv 4096", "c8", 1, 1.0, kv=account)
+    (table, *_) = summary_tables(summary(runs))
+    assert "pool MB" not in [column.title for column in table.columns]
+
+
+def test_what_nobody_counted_has_no_column() -> None:
+    titles = [column.title for column in tables()[0].columns]
+    assert not {"peak live MB", "pool MB", "read MB a token"} & set(titles)
+    assert "peak live" in titles
+
+
+def test_a_full_cache_with_a_shared_prefix_is_a_base() -> None:
+    runs = [
+        measurement(arm, "c8", n, speed * (n + 1))
+        for n in range(3)
+        for arm, speed in (("full@prefix", 10.0), ("agentkv 4096", 25.0))
+    ]
+    arms = [ServingArm(name="full@prefix", method="full@prefix"), AGENTKV]
+    found = summarize_serving(plan(arms=arms), runs)
+    assert cell(found, "agentkv 4096", "c8").ratios["full@prefix"].point == 2.5
+    assert "x full@prefix" in [column.title for column in summary_tables(found)[0].columns]

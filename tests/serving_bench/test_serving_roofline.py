@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentbench_kv.cli import kvbench
+from agentbench_kv.engines.embedded.model import model_path
 from agentbench_kv.errors import UsageError
 from agentbench_kv.results.records import TrialRecord
 from agentbench_kv.results.store import RunStore, read_info, write_info
@@ -197,7 +198,7 @@ def test_the_command_predicts_and_says_so(tmp_path: Path) -> None:
     assert shown.exit_code == 0, shown.output
     assert "predictions from published limits: no model was run" in shown.output
     assert "NVIDIA H100 Tensor Core GPU data sheet" in shown.output
-    assert "| decode | 8 | 4,096 | 19.969 | 140.42 | 5.961 |" in shown.output
+    assert "| decode | 8 | 604.0 | 4,096 | 19.969 | 140.42 | 5.961 |" in shown.output
     document = json.loads(run_cli(*words, "--live", "4096", "--json").output)
     assert document["prediction"] is True
     decode = document["rows"][1]
@@ -302,3 +303,31 @@ def test_work_that_computes_more_than_it_moves_is_bound_by_it() -> None:
     machine = hardware.Hardware("m", 1.0, {"float32": 10.0}, "s")
     assert StepWork(1.0, 100.0).limit(machine, "float32").bound == "compute"
     assert StepWork(1.0, 100.0).limit(machine, "float32").seconds == 10.0
+
+
+def test_a_load_test_that_counted_its_bytes_is_held_against_them(tmp_path: Path) -> None:
+    plan = ServingPlan(
+        engine="vllm", model="micro", dtype="float32", arms=[ServingArm(name="full")],
+        shapes=["1k/64"], loads=["c2"], turns=1, tool_tokens=1, think_time_s=0.0,
+        sessions=None, warmup=0, repeats=1, seed=0,
+    )  # fmt: skip
+    folder = ServingFolder.create(tmp_path / "load", plan, {})
+    account = {"mean_decode_kv": 1000.0, "median_logical": 1064.0}
+    counted = account | {"bytes_read": 6_000_000, "decode_tokens": 3}
+    shares = []
+    for kv in (account, counted):
+        folder.add(
+            LoadMeasurement(
+                arm="full", shape="1k/64", load="c2", repetition=0, place=0, date="", backend="",
+                model_id="", num_prompts=1, max_concurrency=2, request_rate="inf", kv=kv,
+                figures={"median_tpot_ms": 10.0, "concurrency": 2.0},
+            )
+        )  # fmt: skip
+        found = run_cli("--hardware", "h100", "--run", str(tmp_path / "load"), "--json")
+        shares.append(json.loads(found.output)["rows"][0]["bytes"])
+    decoder = read_decoder(model_path("micro"))
+    kinds = {"dtype": "float32", "kv_dtype": "float32"}
+    assert shares == [
+        decode_step(decoder, 2, 1000.0, 1064.0, **kinds).bytes,
+        decode_step(decoder, 2, 1000.0, 1064.0, read=2_000_000, **kinds).bytes,
+    ]

@@ -26,10 +26,17 @@ class ChatSession:
 
     @property
     def answers(self) -> list[int]:
-        """Messages that the agent wrote; a greeting before the user's first words is a prompt."""
+        """Messages that the agent wrote; a greeting before the user's first words is a prompt.
+
+        So is what has `weight` 0, as OpenAI's fine-tuning format marks what is read only.
+        """
         roles = [message["role"] for message in self.messages]
         first = roles.index("user") if "user" in roles else 0
-        return [at for at, role in enumerate(roles) if role == "assistant" and at >= first]
+        return [
+            at
+            for at, message in enumerate(self.messages)
+            if message["role"] == "assistant" and at >= first and message.get("weight") != 0
+        ]
 
 
 @dataclass(frozen=True)
@@ -111,6 +118,8 @@ def _problem(messages: object) -> str:
             return f"message {at} has no role among {', '.join(_ROLES)}"
         if not isinstance(message.get("content"), str | None):
             return f"message {at}: content is no text"
+        if message.get("weight") not in (None, 0, 1):
+            return f"message {at}: weight is 0 (read only) or 1"
         for call in message.get("tool_calls") or ():
             function = call.get("function") if isinstance(call, dict) else None
             if not isinstance(function, dict) or not isinstance(function.get("name"), str):

@@ -37,6 +37,7 @@ from agentbench_kv.conformance.engines.fixture import (
     open_fixture,
 )
 from agentbench_kv.conformance.engines.forks import check_forced, check_forks, check_tree
+from agentbench_kv.conformance.engines.memories import WAYS, memory_part
 from agentbench_kv.conformance.engines.prefixes import SHARING, shared_part
 from agentbench_kv.conformance.engines.rewinds import check_rewinds
 from agentbench_kv.engines.base import Capability
@@ -128,6 +129,10 @@ def _edge_parts(fixture: Fixture, names: Sequence[str], quick: bool) -> list[Par
             for each in (main, plain)
         ),
         *_shared_parts(fixture, names, main, quick),
+        *(
+            (f"memory, sets={sets}", partial(memory_part, fixture, sets))
+            for sets in (WAYS[:1] if quick else WAYS)
+        ),
         (f"small pool, {plain.label}", partial(crowd_part, fixture, plain)),
         (f"small pool, {main.label}", partial(crowd_part, fixture, main)),
         ("leaks", partial(leak_part, fixture, main, examples=4 if quick else 20)),

@@ -169,7 +169,15 @@ def _ask(session: EmbeddedSession) -> Callable[[int, Tensor], None] | None:
     memory, cache, first = session.memory, session.cache, session.next_position
     if memory is None or not memory.due:
         return None
-    return lambda layer, queries: memory.ask(cache, layer, queries, first)
+
+    def ask(layer: int, queries: Tensor) -> None:
+        memory.ask(layer, queries, first)
+        if not memory.looking:
+            keys, values = memory.front(layer)
+            cache.keys[layer, :, : memory.rows] = keys.to(cache.shape.dtype)
+            cache.values[layer, :, : memory.rows] = values
+
+    return ask
 
 
 def _window_plan(sessions: Sequence[EmbeddedSession], rows: Sequence[int]) -> CachePlan | None:

@@ -39,6 +39,11 @@ class CachePool:
     def slots(self) -> int:
         return self.keys.shape[0]
 
+    @property
+    def used(self) -> int:
+        """Bytes of keys and values in slots that somebody uses."""
+        return len(self._users) * self.capacity * self.shape.bytes_per_token
+
     def take(self, user: SlotCache) -> int:
         """Take the lowest free slot, doubling the pool if there is none."""
         slot = next(i for i in range(self.slots + 1) if i not in self._users)
@@ -116,6 +121,10 @@ class CachePools:
     @property
     def nbytes(self) -> int:
         return sum(pool.keys.nbytes + pool.values.nbytes for pool in self._pools.values())
+
+    @property
+    def used(self) -> int:
+        return sum(pool.used for pool in list(self._pools.values()))  # safe from any thread
 
 
 class SlotCache:

@@ -27,11 +27,7 @@ from agentbench_kv.engines.base import (
     Sampling,
 )
 from agentbench_kv.engines.core.kv_dtype import KV_DTYPES
-from agentbench_kv.engines.embedded.memory import (
-    SessionMemory,
-    harvest,
-    memory_method,
-)
+from agentbench_kv.engines.core.memory import SessionMemory, before_rope, memory_method
 from agentbench_kv.engines.embedded.model import (
     IN_MEMORY,
     LoadedModel,
@@ -178,6 +174,9 @@ class EmbeddedEngine(Engine):
         limit = self._scheduler.max_live_tokens
         return {"allocated_bytes": self.pool_bytes, "max_live_tokens": limit}
 
+    def pool_used(self) -> int | None:
+        return self._scheduler.pools.used
+
     def open(self, session: str, labeller: PhaseLabeller) -> None:
         self._scheduler.open(session, labeller)
 
@@ -218,26 +217,35 @@ class EmbeddedEngine(Engine):
         """
         self._scheduler.fork(session, new, labeller)
 
-    def memorise(self, session: str, bank: str, tokens: int | None = None) -> None:
-        """Add the rows of a session's first tokens to a memory bank, between two generations.
+    def memorise(self, session: str, bank: str, tokens: int | None = None, start: int = 0) -> int:
+        """Add rows of a session to a memory bank, between two generations; return how many.
 
         Those that it brought back itself are no part of it.
         """
         # On the engine's thread, where sessions read the bank.
-        self._scheduler.between_turns(session, self._memorise, self._bank(bank), tokens)
+        held = self._bank(bank)
+        return self._scheduler.between_turns(session, self._memorise, held, tokens, start)
 
     def _bank(self, name: str) -> MemoryBank:
         block = memory_method(self._method).block
         return self._banks.setdefault(name, MemoryBank(block, self._shape.device))
 
-    def _memorise(self, state: EmbeddedSession, bank: MemoryBank, tokens: int | None) -> None:
+    def _memorise(
+        self, state: EmbeddedSession, bank: MemoryBank, tokens: int | None, start: int = 0
+    ) -> int:
         self._check_whole(state)
         count = state.fed if tokens is None else tokens
-        if not 0 <= count <= state.fed:
-            raise UsageError(f"session {state.name} has seen {state.fed} tokens, not {count}")
-        first = state.positions_taken
-        rows = slice(first, first + count)
-        bank.append(*harvest(state.cache, rows, first, state.frequencies))
+        if not 0 <= start <= count <= state.fed:
+            what = f"{start} to {count}" if start else str(count)
+            raise UsageError(f"session {state.name} has seen {state.fed} tokens, not {what}")
+        first, turned = state.positions_taken + start, self._shape.interleaved
+        own = slice(first, state.positions_taken + count)
+        rows = [each[:, :, own] for each in (state.cache.keys, state.cache.values)]
+        keys = before_rope(rows[0], first, state.frequencies, interleaved=turned)
+        blocks = bank.append(keys, rows[1].clone(), state.mark, start)
+        if state.memory is not None and state.memory.holds(bank):
+            state.memory.has(blocks)
+        return count - start
 
     def recollect(self, session: str, bank: str, tokens: Sequence[int]) -> float | None:
         # Too many to be read are too many: who reads them says so.
@@ -268,7 +276,8 @@ class EmbeddedEngine(Engine):
     def _attach(self, state: EmbeddedSession, method: MemArt, bank: MemoryBank) -> None:
         if state.logical or state.memory is not None:
             raise UsageError(f"session {state.name} has begun: a memory is attached before that")
-        state.attach(SessionMemory(method, bank, state.frequencies))
+        turned = self._shape.interleaved
+        state.attach(SessionMemory(method, bank, state.frequencies, interleaved=turned))
 
     def recalled(self, session: str) -> NDArray[np.int64]:
         memory = self._scheduler.get(session).memory

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from copy import copy
 from dataclasses import dataclass
 from itertools import islice
 
@@ -15,6 +14,7 @@ from torch import Tensor
 from agentbench_kv.engines.base import KVStats, PhaseLabeller
 from agentbench_kv.engines.core.kv_dtype import KVDtype
 from agentbench_kv.engines.core.ledger import Eviction, SessionLedger, WindowBytes
+from agentbench_kv.engines.core.memory import SessionMemory
 from agentbench_kv.engines.core.rings import QueryBuffer, QueryStore
 from agentbench_kv.engines.embedded.cache import (
     CachePools,
@@ -22,7 +22,6 @@ from agentbench_kv.engines.embedded.cache import (
     SharedPrefix,
     WindowCache,
 )
-from agentbench_kv.engines.embedded.memory import SessionMemory
 from agentbench_kv.engines.embedded.observer import FedRows, Observer
 from agentbench_kv.engines.embedded.quantization import settle
 from agentbench_kv.errors import KVBenchError
@@ -64,6 +63,13 @@ class SessionPools:
     def nbytes(self) -> int:
         return self.full.nbytes + (0 if self.windows is None else self.windows.pools.nbytes)
 
+    @property
+    def used(self) -> int | None:
+        """Bytes in slots that are used; None where rows are simulated at another precision."""
+        if self.kv_dtype is not None:
+            return None
+        return self.full.used + (0 if self.windows is None else self.windows.pools.used)
+
 
 class EmbeddedSession:
     """State of one session; the newest generated token is pending until its own forward."""
@@ -99,6 +105,7 @@ class EmbeddedSession:
         self.reserved = 0  # rows it may come to hold, for the scheduler
         self.broken: BaseException | None = None
         self.memory: SessionMemory | None = None
+        self.mark = object()  # tells its rows in a memory bank from others'
         self._to_look_at: list[tuple[int, Phase]] = []  # tokens that are read twice for it
         # Tokens and phases of the system message, until its rows are there; None: none is shared.
         self.prefix_key: bytes | None = None
@@ -385,7 +392,7 @@ class EmbeddedSession:
         new.ledger = self.ledger.fork()
         new.pending, new.prompt_pending = self.pending.copy(), self.prompt_pending
         new.reserved = new.cache.length
-        new.memory = copy(self.memory)
+        new.memory = None if self.memory is None else self.memory.fork()
         return new
 
     def _follow(self, source: EmbeddedSession) -> None:

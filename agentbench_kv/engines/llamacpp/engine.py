@@ -17,12 +17,15 @@ from numpy.typing import NDArray
 from agentbench_kv.engines.base import (
     SPAN_CAPABILITIES,
     Capability,
+    EngineInfo,
     EngineOptions,
+    FinishReason,
     Generation,
     PhaseLabeller,
     Sampling,
 )
 from agentbench_kv.engines.core.kv_dtype import BLOCK
+from agentbench_kv.engines.core.memory import memory_method
 from agentbench_kv.engines.embedded.model import free_tokens
 from agentbench_kv.engines.llamacpp.models import KV_ROW_TYPES, ROW_TYPES, resolve_model
 from agentbench_kv.engines.llamacpp.server.app import SETTINGS, Settings
@@ -33,7 +36,7 @@ from agentbench_kv.engines.serving.engine import (
     scratch_folder,
 )
 from agentbench_kv.engines.serving.process import ControlError, Launch
-from agentbench_kv.engines.serving.session import ServingSession
+from agentbench_kv.engines.serving.session import ServingGeneration, ServingSession
 from agentbench_kv.engines.serving.wire import (
     EngineWire,
     GenerationRequest,
@@ -43,6 +46,7 @@ from agentbench_kv.engines.serving.wire import (
 )
 from agentbench_kv.environments import process_env, python_of
 from agentbench_kv.errors import CapacityError, KVBenchError, UsageError
+from agentbench_kv.methods.base import Method
 from agentbench_kv.methods.spans import Block, SpanRange
 
 _START_S = 300.0
@@ -62,6 +66,7 @@ class LlamaCppWire(EngineWire):
     file: Path  # GGUF
     cells: int  # cached tokens of all sessions together
     vocabulary: int
+    sha: str
 
     @property
     def _stream(self) -> Path:
@@ -75,6 +80,7 @@ class LlamaCppWire(EngineWire):
         settings = Settings(
             *(str(self.file), str(self._stream), options.dtype, cells, options.concurrency),
             *(options.context_limit, options.kv_dtype),
+            *("" if options.banks is None else str(options.banks.resolve()), self.sha),
         )
         environment = self._environment("", {}) | process_env.settings()
         environment |= {SETTINGS: json.dumps(asdict(settings))}
@@ -157,7 +163,9 @@ class LlamaCppEngine(ServingEngine):
     """Sessions as sequences of one llama.cpp cache."""
 
     capabilities: ClassVar[frozenset[Capability]] = (
-        SPAN_CAPABILITIES | {Capability.FORCE, Capability.FORK} | ServingEngine.capabilities
+        SPAN_CAPABILITIES
+        | {Capability.FORCE, Capability.FORK, Capability.MEMORY_BLOCKS}
+        | ServingEngine.capabilities
     )
     takes_arguments: ClassVar[bool] = True  # `cells`
     kv_dtypes: ClassVar[tuple[str, ...]] = tuple(KV_ROW_TYPES)
@@ -165,6 +173,10 @@ class LlamaCppEngine(ServingEngine):
     at_once: ClassVar[int] = 1
 
     _wire: LlamaCppWire
+
+    def __init__(self, info: EngineInfo, wire: EngineWire, log: Path, bytes_per_token: int) -> None:
+        self._banks: dict[str, int] = {}  # memory bank -> start of the backend that has it
+        super().__init__(info, wire, log, bytes_per_token)
 
     @classmethod
     def create(cls, options: EngineOptions) -> Self:
@@ -182,7 +194,7 @@ class LlamaCppEngine(ServingEngine):
         cells = _cells(options) or min(free_tokens(size, SMALLEST_CELLS), MOST_CELLS)
         wire = LlamaCppWire(
             *(options, facts, python, model.tokenizer, folder, False, False),
-            *(model.file, cells, shape.vocabulary),
+            *(model.file, cells, shape.vocabulary, model.sha),
         )
         return run_server(cls, wire, "llamacpp", model.sha)
 
@@ -229,7 +241,8 @@ class LlamaCppEngine(ServingEngine):
                 f"session {session}: token ids from {min(tokens)} to {max(tokens)}; the model has "
                 f"{vocabulary}, numbered from 0"
             )
-        self._check_length(session, len(self._sessions[session].tokens) + len(tokens) - 1)
+        state = self._sessions[session]
+        self._check_length(session, state.taken + len(state.tokens) + len(tokens) - 1)
         return self._begin(session, Sampling(max_tokens=len(tokens)), tokens, predict=predict)
 
     def fork(self, session: str, new: str, labeller: PhaseLabeller) -> None:
@@ -238,7 +251,94 @@ class LlamaCppEngine(ServingEngine):
         Both have the same cells, until one of the two would change what lies in some: it copies
         those first. Kept queries, and sums (h2o), are copied at once.
         """
+        source = self._sessions[session]
+        if source.bank:
+            self._check_bank(source.bank)
         self._fork(session, new, labeller)
+        state = self._sessions[new]
+        if source.bank and not state.bank:  # no backend has any of its tokens yet
+            self._attach(state, source.bank)
+
+    def memorise(self, session: str, bank: str, tokens: int | None = None, start: int = 0) -> int:
+        """Add rows of a session to a memory bank, between two generations; return how many.
+
+        Those that it brought back itself are no part of it.
+        """
+        memory_method(self._wire.options.method)
+        self._check_bank(bank)
+        rows = int(self._command(session, "memorise", bank=bank, tokens=tokens, start=start))
+        self._banks[bank] = self._epoch
+        return rows
+
+    def recollect(self, session: str, bank: str, tokens: Sequence[int]) -> float | None:  # noqa: ARG002
+        # Too many to be read are too many: who reads them says so.
+        room = min(self.info.context_limit, self._wire.cells)
+        if self._wire.options.banks is None or len(tokens) >= room:
+            return None
+        self._check_bank(bank)
+        ask = partial(self._told, "recollect", bank=bank, past=list(tokens))
+        seconds: float | None = self._with_backend(ask)
+        if seconds is not None:
+            self._banks[bank] = self._epoch
+        return seconds
+
+    def preserve(self, bank: str, tokens: Sequence[int], seconds: float) -> None:
+        if self._wire.options.banks is not None:
+            self._told("preserve", bank=bank, past=list(tokens), seconds=seconds)
+
+    def attach(self, session: str, bank: str) -> None:
+        """Have every prompt of a new session bring back rows of a bank, before it is read.
+
+        Their number is fixed here; a bank that grows later has more to choose from.
+        """
+        memory_method(self._wire.options.method)
+        if bank not in self._banks:
+            raise KeyError(bank)
+        state = self._at_rest(session)
+        if state.tokens or state.bank:
+            raise UsageError(f"session {session} has begun: a memory is attached before that")
+        self._attach(state, bank)
+        self._check_length(session, state.taken)
+
+    def _attach(self, state: ServingSession, bank: str) -> None:
+        self._check_bank(bank)
+        state.taken = self._told("attach", session=state.backend_name, bank=bank)
+        state.bank, state.epoch = bank, self._epoch
+
+    def recalled(self, session: str) -> NDArray[np.int64]:
+        state = self._sessions[session]
+        if not state.bank:
+            return np.zeros((0, 0), np.int64)
+        self._check_bank(state.bank)
+        rows = self._told("recalled", session=state.backend_name)
+        return np.array(rows, np.int64).reshape(len(rows), -1)
+
+    def forget(self, bank: str) -> None:
+        if self._banks.pop(bank, 0) == self._epoch:
+            with suppress(OSError):  # it went with its backend
+                self._told("forget", bank=bank)
+
+    def reconfigure(self, method: Method) -> None:
+        super().reconfigure(method)
+        for bank in list(self._banks):  # in another method's blocks
+            self.forget(bank)
+
+    def _check_bank(self, bank: str) -> None:
+        """Raise if rows of a memory bank went with a backend: nobody can tell it the past again."""
+        if self._banks.get(bank, self._epoch) != self._epoch:
+            raise KVBenchError(f"the backend that had memory bank {bank} is gone")
+
+    def _told(self, command: str, **arguments: Any) -> Any:
+        """Return what the backend answers to a command about memories."""
+        try:
+            return self._control.call(command, **arguments)
+        except ControlError as error:
+            raise _refusal(error) from None
+
+    def _stream(self, state: ServingSession, generation: ServingGeneration) -> FinishReason:
+        if state.bank:
+            self._check_bank(state.bank)
+        return super()._stream(state, generation)
 
     def save_block(self, session: str, start: int, end: int) -> Block:
         saved = self._command(session, "save_block", start=start, end=end)

@@ -65,6 +65,12 @@ class ModelShape:
         pairs = vectors.reshape(*vectors.shape[:-1], -1, 2)
         return torch.cat([pairs[..., 0], pairs[..., 1]], -1)
 
+    def as_stored(self, vectors: Tensor) -> Tensor:
+        """Return what `in_halves` gave in llama.cpp's order again."""
+        if not self.interleaved:
+            return vectors
+        return torch.stack(vectors.chunk(2, -1), -1).flatten(-2)
+
 
 def read_shape(path: Path, context_limit: int = 0) -> ModelShape:
     """Describe the model in a GGUF file; UsageError if its rows must not be moved."""

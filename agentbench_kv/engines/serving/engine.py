@@ -125,7 +125,7 @@ class ServingEngine(Engine):
 
     def extend(self, session: str, tokens: Sequence[int], phases: Sequence[Phase]) -> None:
         state = self._sessions[session]
-        self._check_length(session, len(state.tokens) + len(tokens))
+        self._check_length(session, state.taken + len(state.tokens) + len(tokens))
         state.tokens += tokens
         add_run(state.phases, phases)
 
@@ -159,6 +159,7 @@ class ServingEngine(Engine):
         lives = self._lives(source) and self._tell(source, "fork", **names) is not None
         if lives:
             fork.epoch, fork.known, fork.held = source.epoch, source.known, source.held
+            fork.bank, fork.taken = source.bank, source.taken
         self._sessions[new] = fork
         return lives
 
@@ -222,6 +223,18 @@ class ServingEngine(Engine):
         with suppress(OSError):
             return dict(self._control.call("pool"))
         return {}
+
+    def pool_used(self) -> int | None:
+        if self._wire.facts.window:
+            return None  # layers with a window have blocks of their own
+        if self._wire.stock:
+            tokens = self._wire.stock_tokens()
+        else:
+            pool = self.pool()
+            if "total_blocks" not in pool:
+                return None
+            tokens = (pool["total_blocks"] - pool["free_blocks"]) * pool.get("block_size", 1)
+        return None if tokens is None else tokens * self.bytes_per_token
 
     def progress(self) -> int | None:
         """Return a number that changes with every token while anything is generated."""
@@ -315,7 +328,7 @@ class ServingEngine(Engine):
         if not state.known:
             self._wire.opened(state.backend_name)
         sampling = generation.sampling
-        room = self.info.context_limit - len(state.tokens)
+        room = self.info.context_limit - state.taken - len(state.tokens)
         left = min(sampling.max_tokens - generation.produced, room)
         request = GenerationRequest(
             *(state.backend_name, state.prompt(), tuple(state.tokens), state.known, sampling, left),
@@ -359,7 +372,7 @@ class ServingEngine(Engine):
             return FinishReason.STOP
         if generation.produced >= sampling.max_tokens:
             return FinishReason.LENGTH
-        if len(state.tokens) >= self.info.context_limit:
+        if state.taken + len(state.tokens) >= self.info.context_limit:
             return FinishReason.CONTEXT_LIMIT
         return FinishReason.CANCELLED if generation.cancelled else FinishReason.STOP
 

@@ -124,6 +124,8 @@ class ServingSession:
     opening: int = 0  # tokens of the first prefill, once a generation began
     system: int = 0  # and of the system message, where the method asks for it
     drawn: int = 0  # how many of them were generated
+    bank: str = ""  # of the memory that its prompts bring back
+    taken: int = 0  # positions before its own, which that has
     _asked: int = 0  # how many were held when the backend last gave its account
     _lost: int | None = None  # tokens whose rows went with a backend, until they are computed again
 

@@ -367,6 +367,10 @@ class EngineWire(ABC):
         windowed = facts.layers - facts.full_layers
         return set_up | LayerReach(facts.full_layers, windowed, facts.window).document()
 
+    def stock_tokens(self) -> int | None:
+        """Return the cached tokens whose places a server as shipped says are taken; None if not."""
+        return None
+
     def close(self) -> None:
         self._client.close()
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import getpass
 import json
 import os
+import re
 import tempfile
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
@@ -40,7 +41,7 @@ from agentbench_kv.engines.serving.wire import (
     room_on_cpu,
     stop_document,
 )
-from agentbench_kv.environments import python_of
+from agentbench_kv.environments import process_env, python_of
 from agentbench_kv.errors import PrerequisiteError, UsageError
 from agentbench_kv.methods.base import Method
 
@@ -55,6 +56,19 @@ def _compiled_by_torch() -> str:
     """Return where PyTorch keeps what it has compiled, which outlives a run."""
     usual = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
     return os.environ.get("TORCHINDUCTOR_CACHE_DIR") or str(usual)
+
+
+# What decides on a CPU how many threads compute, and how they wait for one another.
+_THREADS = (
+    *("VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_NUM_OF_RESERVED_CPU", "OMP_NUM_THREADS"),
+    *("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"),
+)
+
+
+def thread_settings(environment: Mapping[str, str]) -> str:
+    """Return what the user has said of the server's threads: it changes every figure of speed."""
+    theirs = process_env.without(environment)
+    return " ".join(f"{name}={theirs[name]}" for name in _THREADS if name in theirs)
 
 
 class VllmEngineWire(EngineWire):
@@ -120,6 +134,8 @@ class VllmEngineWire(EngineWire):
         cache = {"cache": self._room.said()} if sized else {}
         runner = "vLLM's choice" if self.stock else "V1"
         flags = {"version": str(version), "flags": " ".join(self._flags())}
+        if not self.gpu and (said := thread_settings(os.environ)):
+            flags["environment"] = said
         return super().details() | cache | flags | {"model_runner": runner}
 
     def _body(self, request: GenerationRequest) -> dict[str, Any]:
@@ -146,6 +162,12 @@ class VllmEngineWire(EngineWire):
             "stream_options": {"include_usage": True},
             **({} if self.stock else {"vllm_xargs": extra}),
         }
+
+    def stock_tokens(self) -> int | None:
+        try:
+            return tokens_taken(self._client.get(f"{_URL}/metrics").text)
+        except httpx.HTTPError:
+            return None
 
     def _ready(self) -> bool:
         up = listens(self._socket) and self._up(f"{_URL}/health")
@@ -218,6 +240,23 @@ class VllmEngineWire(EngineWire):
                 f"GiB; lower it: --engine-arg max-model-len={max(room.most - 2 * _CPU_BLOCK, 1)}"
             )
         return room
+
+
+def tokens_taken(metrics: str) -> int | None:
+    """Read from vLLM's own metrics how many places of its cache are taken; None if they lack it.
+
+    Blocks that only its prefix cache still knows are free to it.
+    """
+    share = re.search(r"^vllm:kv_cache_usage_perc\{.*\} (\S+)$", metrics, re.MULTILINE)
+    about = re.search(r"^vllm:cache_config_info\{(.*)\}", metrics, re.MULTILINE)
+    if share is None or about is None:
+        return None
+    facts = dict(re.findall(r'(\w+)="(\d+)"', about[1]))
+    if not {"num_gpu_blocks", "block_size"} <= facts.keys():
+        return None
+    # The placeholder is no block that could be taken.
+    blocks = round(float(share[1]) * (int(facts["num_gpu_blocks"]) - 1))
+    return blocks * int(facts["block_size"])
 
 
 # Model types whose windows were found exact beside layers that a method evicts from.

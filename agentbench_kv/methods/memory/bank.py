@@ -1,9 +1,13 @@
 """Past sessions as KV rows without positions, in blocks with a bounding box each (MemArt, 3.2).
 
-Blocks never straddle two sessions, so that the last one of a session may be shorter.
+Blocks never straddle two sessions, so that the last one of a session may be shorter. It goes on
+where more of the session is appended before anything else is.
 """
 
 from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -42,6 +46,32 @@ class _Growing:
         self._held.narrow(self._axis, self.length, count).copy_(rows)
         self.length = end
 
+    def set_last(self, rows: Tensor, *, apart: bool) -> None:
+        """Write the last row anew; `apart`: where nobody who has been given the rows sees it."""
+        if self._held is not None and apart:
+            self._held = self._held.clone()
+        self.whole.narrow(self._axis, self.length - 1, 1).copy_(rows)
+
+
+@dataclass(frozen=True)
+class BlockIndex:
+    """The blocks that a bank had at some time; see `MemoryBank` for the tensors."""
+
+    lows: Tensor
+    highs: Tensor
+    starts: Tensor
+    sizes: Tensor
+
+    def without(self, blocks: Collection[int]) -> BlockIndex:
+        """Return the index without some blocks, by number."""
+        if not blocks:
+            return self
+        kept = torch.ones(len(self.starts), dtype=torch.bool)
+        kept[[each for each in blocks if each < len(kept)]] = False
+        on_device = kept.to(self.lows.device)
+        lows, highs = (each[:, :, on_device] for each in (self.lows, self.highs))
+        return BlockIndex(lows, highs, self.starts[kept], self.sizes[kept])
+
 
 class MemoryBank:
     """Rows of past sessions, in order, with an index.
@@ -59,6 +89,9 @@ class MemoryBank:
         self._sessions: list[tuple[Tensor, Tensor]] = []
         self._firsts: list[int] = []  # rows of the bank before each session's
         self._index = {name: _Growing(2 if name in _INDEX[:2] else 0) for name in _INDEX}
+        self._lent = False  # whether somebody was given the index as it is
+        # Whose rows are the last ones, and how many of its rows are in the bank by now.
+        self._last: tuple[object, int] | None = None
 
     @property
     def blocks(self) -> int:
@@ -80,6 +113,11 @@ class MemoryBank:
     def sizes(self) -> Tensor:
         return self._index["sizes"].whole
 
+    def index(self) -> BlockIndex:
+        """Return the blocks as they are; what is appended later does not change them."""
+        self._lent = True
+        return BlockIndex(self.lows, self.highs, self.starts, self.sizes)
+
     @property
     def nbytes(self) -> int:
         """Bytes of the rows held, without the index."""
@@ -91,24 +129,59 @@ class MemoryBank:
 
     @property
     def newest(self) -> tuple[Tensor, Tensor]:
-        """Keys and values of the session that was added last."""
+        """Keys and values that were added last."""
         return self._sessions[-1]
 
-    def append(self, keys: Tensor, values: Tensor) -> None:
-        """Add a session's rows [layers, kv_heads, n, head_dim], its keys before RoPE."""
+    def append(self, keys: Tensor, values: Tensor, session: object = None, start: int = 0) -> range:
+        """Add rows [layers, kv_heads, n, head_dim], keys before RoPE; return their blocks.
+
+        They are those of a session from its token `start` on. Where those before them are the last
+        that were added, the bank is as if all had been at once.
+        """
         count = keys.shape[2]
         if count == 0:
-            return
+            return range(0)
         keys = keys.float()
-        boxes = [aabb(layer, self.block) for layer in keys]
-        starts = torch.arange(0, count, self.block)
-        self._index["lows"].add(torch.stack([lows for lows, _ in boxes]).to(self._device))
-        self._index["highs"].add(torch.stack([highs for _, highs in boxes]).to(self._device))
-        self._index["starts"].add(starts + self.rows)
-        self._index["sizes"].add((count - starts).clamp(max=self.block))
+        goes_on = self._last is not None and self._last[0] is session and self._last[1] == start
+        taken = self._fill_last(keys) if goes_on and session is not None else 0
+        first = self.blocks - (taken > 0)
+        if taken < count:
+            self._add_blocks(keys[:, :, taken:], self.rows + taken)
         self._sessions.append((keys, values))
         self._firsts.append(self.rows)
+        self._last = (session, start + count)
         self.rows += count
+        return range(first, self.blocks)
+
+    def _fill_last(self, keys: Tensor) -> int:
+        """Have the last block go on with the first of these rows; return how many it takes."""
+        size = int(self.sizes[-1])
+        taken = min(self.block - size, keys.shape[2])
+        if not taken:
+            return 0
+        lows, highs = self._boxes(keys[:, :, :taken])
+        apart, self._lent = self._lent, False
+        for name, rows in (
+            ("lows", torch.minimum(self.lows[:, :, -1:], lows)),
+            ("highs", torch.maximum(self.highs[:, :, -1:], highs)),
+            ("sizes", torch.tensor([size + taken])),
+        ):
+            self._index[name].set_last(rows, apart=apart)
+        return taken
+
+    def _add_blocks(self, keys: Tensor, first: int) -> None:
+        """Add blocks of rows [layers, kv_heads, n, head_dim], the first of which is row `first`."""
+        count = keys.shape[2]
+        starts = torch.arange(0, count, self.block)
+        for name, rows in zip(_INDEX[:2], self._boxes(keys), strict=True):
+            self._index[name].add(rows)
+        self._index["starts"].add(starts + first)
+        self._index["sizes"].add((count - starts).clamp(max=self.block))
+
+    def _boxes(self, keys: Tensor) -> tuple[Tensor, Tensor]:
+        boxes = [aabb(layer, self.block) for layer in keys]
+        lows, highs = (torch.stack(each).to(self._device) for each in zip(*boxes, strict=True))
+        return lows, highs
 
     def gather(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return copies of a layer's keys and values [kv_heads, n, head_dim] at rows that ascend.

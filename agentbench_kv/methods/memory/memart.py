@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from agentbench_kv.kernels import aabb_score
-from agentbench_kv.methods.memory.bank import MemoryBank
+from agentbench_kv.methods.memory.bank import BlockIndex, MemoryBank
 from agentbench_kv.methods.memory.base import Memory
 from agentbench_kv.params import param
 
@@ -57,6 +57,11 @@ class MemArt(Memory):
     retrieval_rope: str = param(
         "raw", "queries as before RoPE, or at their last positions", choices=("raw", "last")
     )
+
+    append: str = param(
+        "off", "what finished turns read and wrote goes to the memory, too, for other sessions",
+        choices=("off", "turns"), rare=True,
+    )  # fmt: skip
 
     @property
     def needs(self) -> frozenset[str]:
@@ -107,12 +112,12 @@ class MemArt(Memory):
         ranks = torch.arange(1, scores.shape[-1] + 1, device=scores.device).expand_as(order)
         return torch.zeros_like(scores).scatter(-1, order, 1.0 / (ranks + RANK_OFFSET).float())
 
-    def choose(self, relevance: Tensor, bank: MemoryBank, rows: int) -> Tensor:
+    def choose(self, relevance: Tensor, blocks: BlockIndex, rows: int) -> Tensor:
         """Return which rows [rows] of a bank come back, ascending; ties go to the older block."""
         order = relevance.argsort(descending=True, stable=True).cpu()
-        sizes = bank.sizes[order]
+        sizes = blocks.sizes[order]
         left = (rows - (sizes.cumsum(0) - sizes)).clamp(min=0).minimum(sizes)
-        starts, counts = bank.starts[order][left > 0], left[left > 0]
+        starts, counts = blocks.starts[order][left > 0], left[left > 0]
         by_age = starts.argsort()
         starts, counts = starts[by_age], counts[by_age]
         firsts = counts.cumsum(0) - counts

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
-from math import floor, log10
+from math import ceil, floor, log10
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from agentbench_kv.results.runs import Problem, Run
 from agentbench_kv.results.show import Segment, segments
 from agentbench_kv.results.site.charts import visible
 from agentbench_kv.results.store import RunReader, turns_by_index, turns_by_trial
+from agentbench_kv.results.tables.ledger import ledger_tables
 
 MOST_FAILURES = 200
 MOST_SAMPLES = 1000
@@ -47,6 +48,7 @@ def context(run: Run, problems: Sequence[Problem]) -> dict[str, Any]:
         "failed_more": max(0, len(failed) - MOST_FAILURES),
         "samples": trials[:MOST_SAMPLES],
         "samples_more": max(0, len(trials) - MOST_SAMPLES),
+        "ledgers": ledger_tables([run]),
         "transcripts": transcripts(run.path, trials),
         "spec": list(_flat(run.spec)),
         "provenance": list(_flat(run.info.provenance)),
@@ -62,12 +64,14 @@ def _timelines(run: Run) -> dict[str, Any]:
     longest = max(trials, key=lambda turns: (sum(t.events for t in turns), len(turns)))
     figures = overview(trials)
     budget = run.tokens if isinstance(run.budget, int) else None
+    size = run.summary.kv.token_bytes if run.summary.kv else None
     return {
         "turn_figures": figures,
         "turn_trials": len(trials),
         "turns_clipped": len(trials) < run.summary.trials,
-        "timeline": timeline(figures, budget),
-        "session": session(longest, budget),
+        "token_bytes": size,
+        "timeline": timeline(figures, budget, size),
+        "session": session(longest, budget, size),
         "session_name": f"{visible(longest[0].sample_id, 80)}, trial {longest[0].trial}",
     }
 
@@ -138,9 +142,13 @@ def overview(trials: Sequence[Sequence[TurnRecord]]) -> list[TurnFigures]:
     return found
 
 
-def timeline(figures: Sequence[TurnFigures], budget: int | None) -> TimelineChart:
+def timeline(
+    figures: Sequence[TurnFigures], budget: int | None, token_bytes: float | None = None
+) -> TimelineChart:
     """Draw median and range over trials; a mark on each turn in which something was evicted."""
-    axes = _Axes([f.turn for f in figures], max(budget or 0, *(f.high for f in figures)))
+    axes = _Axes(
+        [f.turn for f in figures], max(budget or 0, *(f.high for f in figures)), token_bytes
+    )
     upper = [axes.at(i, f.high) for i, f in enumerate(figures)]
     lower = [axes.at(i, f.low) for i, f in enumerate(figures)]
     middle = [axes.at(i, f.median) for i, f in enumerate(figures)]
@@ -148,10 +156,12 @@ def timeline(figures: Sequence[TurnFigures], budget: int | None) -> TimelineChar
     return axes.drawing(middle, [*upper, *reversed(lower)], marks, budget)
 
 
-def session(turns: Sequence[TurnRecord], budget: int | None) -> TimelineChart:
+def session(
+    turns: Sequence[TurnRecord], budget: int | None, token_bytes: float | None = None
+) -> TimelineChart:
     """Draw one trial: up by what is added, straight down by the sum of what a turn evicted."""
     most = max(budget or 0, *(t.live_after + t.evicted for t in turns))
-    axes = _Axes([turn.turn for turn in turns], most)
+    axes = _Axes([turn.turn for turn in turns], most, token_bytes)
     path: list[tuple[float, float]] = []
     marks = []
     for i, turn in enumerate(turns):
@@ -166,17 +176,28 @@ def _told(turn: TurnFigures | TurnRecord) -> str:
     return f"turn {turn.turn}: {turn.events} events, {turn.evicted:,} tokens evicted"
 
 
-class _Axes:  # places of turns from left to right and of 0 to `top` tokens from bottom to top
-    def __init__(self, turns: Sequence[int], top: float) -> None:
+class _Axes:
+    """Places of turns from left to right, of tokens from bottom to top; in MB if bytes are known.
+
+    `step` and `top` are tokens, or MB.
+    """
+
+    def __init__(self, turns: Sequence[int], tokens: float, token_bytes: float | None) -> None:
         self.turns = turns
-        self.step = _round_step(max(top, 1.0) / 4)
-        self.top = self.step * -(-max(top, 1.0) // self.step)
+        self._in_bytes = token_bytes is not None
+        self._unit = 1.0 if token_bytes is None else token_bytes / 1e6
+        top = max(tokens, 1.0) * self._unit
+        self.step = _round_step(top / 4, whole=not self._in_bytes)
+        self.top = self.step * ceil(top / self.step)
 
     def at(self, index: int, tokens: float) -> tuple[float, float]:
         return round(LEFT + (RIGHT - LEFT) * (index + 0.5) / len(self.turns), 1), self.y(tokens)
 
     def y(self, tokens: float) -> float:
-        return round(BOTTOM - (BOTTOM - TOP) * tokens / self.top, 1)
+        return self._place(tokens * self._unit)
+
+    def _place(self, value: float) -> float:
+        return round(BOTTOM - (BOTTOM - TOP) * value / self.top, 1)
 
     def drawing(
         self,
@@ -192,14 +213,18 @@ class _Axes:  # places of turns from left to right and of 0 to `top` tokens from
             band=" ".join(f"{x:g},{y:g}" for x, y in band),
             marks=marks,
             x_ticks=[(self.at(i, 0)[0], str(t)) for i, t in enumerate(self.turns)][::every],
-            y_ticks=[(self.y(level), f"{level:,.0f}") for level in levels],
+            y_ticks=[(self._place(level), self._said(level)) for level in levels],
             budget=None if budget is None else self.y(budget),
         )
 
+    def _said(self, level: float) -> str:
+        return f"{level:.3g} MB" if self._in_bytes else f"{level:,.0f}"
 
-def _round_step(least: float) -> float:
-    """Return the smallest 1, 2 or 5 times a power of ten that is at least this, and at least 1."""
-    scale = 10.0 ** max(0, floor(log10(least)))
+
+def _round_step(least: float, *, whole: bool) -> float:
+    """Return the smallest 1, 2 or 5 times a power of ten that is at least this; 1 if `whole`."""
+    power = floor(log10(least))
+    scale = 10.0 ** (max(0, power) if whole else power)
     return next(scale * factor for factor in (1, 2, 5, 10) if scale * factor >= least)
 
 

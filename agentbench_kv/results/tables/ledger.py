@@ -14,7 +14,10 @@ LEGEND = (
     "for nothing else, tokens prefilled and generated, seconds; of past sessions that came from "
     "files, what it took to make these. Empty where the past is read in the session itself: its "
     "tokens are prefilled ones, and in an answer's cache",
-    "an answer: mean over answers; TTFT: with the memory's search",
+    "appended: rows of finished turns that a memory took as they were, and the seconds that it did "
+    "so beside the agent; nothing is read for them",
+    "an answer: mean over answers; live MB: of its cache, at the bytes that a token takes at the "
+    "run's peak; TTFT: with the memory's search",
 )
 # Columns by the ledger's figures (`Summary.ledger`).
 _READ = {
@@ -26,10 +29,14 @@ _RARE = {  # shown where any run has them
     "ingest_failed": Column("parts lost", Unit.RATIO),
     "ingest_files": Column("from files", Unit.RATIO),
     "ingest_files_s": Column("their seconds", Unit.SECONDS),
+    "append_tokens": Column("appended", Unit.TOKENS),
+    "append_s": Column("beside, seconds", Unit.SECONDS),
 }
+_LIVE, _LIVE_MB = "answer_live_tokens", "answer_live_mb"
 _ANSWER = {
     "answer_prefill_tokens": Column("an answer: prefilled", Unit.TOKENS),
-    "answer_live_tokens": Column("live", Unit.TOKENS),
+    _LIVE_MB: Column("live MB", Unit.MEGABYTES),
+    _LIVE: Column("live", Unit.TOKENS),
     "answer_ttft_ms": Column("TTFT ms", Unit.MILLISECONDS),
 }
 
@@ -55,7 +62,7 @@ def _ledger(setting: Setting, runs: Sequence[Run]) -> Table:
     for run, label in zip(runs, _labels(runs), strict=True):
         texts = (label, budget_text(run), *[str(run.summary.seed)] * several)
         # Only a memory reads apart from answering.
-        known = run.summary.ledger
+        known = run.summary.ledger | _live_megabytes(run)
         own = {k: known.get(k) for k in figures if run.remembers or k in _ANSWER}
         cells = (Cell(own.get(name)) for name in figures)
         rows.append(Row((*map(Cell, texts), Cell(run.summary.trials), *cells), run.reason))
@@ -67,6 +74,11 @@ def _ledger(setting: Setting, runs: Sequence[Run]) -> Table:
     what = "what a memory costs"
     apart = ("ledger",)
     return setting_table(Kind.EFFICIENCY, what, setting, columns, rows, legend=LEGEND, apart=apart)
+
+
+def _live_megabytes(run: Run) -> dict[str, float]:
+    size, tokens = run.summary.kv and run.summary.kv.token_bytes, run.summary.ledger.get(_LIVE)
+    return {_LIVE_MB: tokens * size / 1e6} if size and tokens is not None else {}
 
 
 def _labels(runs: Sequence[Run]) -> list[str]:

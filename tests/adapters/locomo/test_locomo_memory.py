@@ -62,6 +62,28 @@ def test_questions_are_read_and_nothing_else(tmp_path: Path) -> None:
     assert whole.prompt_sha is None
 
 
+def test_later_questions_find_earlier_ones_if_turns_are_appended(tmp_path: Path) -> None:
+    plain = played(tmp_path, "memart", {"topk": "1000", "block": "8"})
+    turns = played(tmp_path, "memart", {"topk": "1000", "block": "8", "append": "turns"})
+    again = played(tmp_path / "again", "memart", {"topk": "1000", "block": "8", "append": "turns"})
+    assert "append_tokens" not in plain.metrics
+    # The last question finds all others, with their answers.
+    before = turns.kv.restored - plain.kv.restored
+    assert 0 < before < turns.metrics["append_tokens"]
+    assert turns.metrics["append_s"] > 0
+    assert turns.metrics["ingest_tokens"] == plain.metrics["ingest_tokens"]
+    assert turns.kv.prefill_tokens == plain.kv.prefill_tokens
+    timeless = (
+        {
+            name: value
+            for name, value in each.metrics.items()
+            if not name.endswith(("_s", "_ms_total"))
+        }
+        for each in (turns, again)
+    )
+    assert next(timeless) == next(timeless)
+
+
 def test_a_memory_that_was_told_nothing_is_none(tmp_path: Path) -> None:
     """Nothing came back, so nothing of the method was measured: its run is not valid."""
     played(tmp_path, "memart", {"topk": "3", "context": "none"})

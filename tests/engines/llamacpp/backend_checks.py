@@ -557,6 +557,64 @@ def fork(scene: Scene, sequence: int = 1) -> SequenceRows:
     return scene.rows.fork(sequence)
 
 
+def check_front() -> Any:
+    """Rows written before a session's own, in every layout, are as if it had read them."""
+    found = {}
+    for row_type, flash in ((F32, False), (F16, False), (F32, True), (F16, True)):
+        scene = Scene(row_type, flash)
+        keys, values = scene.cells.read(scene.rows.cells)
+        behind = scene.session(1)
+        behind.begin_behind(400)
+        behind.make_front()
+        for layer in range(LAYERS):
+            behind.write_front(layer, keys[layer], values[layer])
+        cells = behind.cells.clone()
+        behind.make_front()  # its own already
+        same = bool(torch.equal(cells, behind.cells))
+        other = behind.fork(2)
+        other.make_front()
+        apart = not set(other.cells.tolist()) & set(cells.tolist())
+        other.free()
+        found[f"{row_type}{flash}"] = {
+            "kept": same,
+            "apart": apart,
+            "difference": largest(scene.feed(NEXT), scene.feed(NEXT, behind)),
+            "logical": behind.logical[:2].tolist(),
+        }
+        behind.drop_front()
+        behind.rewind(0)
+        scene.feed(NEXT, behind)  # the positions before stay free
+        found[f"{row_type}{flash}"]["first"] = int(behind.rope[0])
+        behind.free()
+        found[f"{row_type}{flash}"]["used"] = scene.cells.used
+        scene.close()
+    return found
+
+
+def check_listening() -> Any:
+    """Whoever listens hears every layer's queries, and what it raises is raised."""
+    scene, heard = Scene(tokens=1), {}
+    shape, watch = scene.context.shape, scene.context.watch
+    watch.listen(heard.__setitem__, shape.query_heads, shape.head_dim)
+    scene.feed(NEXT)
+    same = [bool(torch.equal(heard[i], watch.queries(i, HEADS))) for i in range(LAYERS)]
+
+    def refuse(*_: object) -> None:
+        raise KVBenchError("not so")
+
+    watch.listen(refuse, shape.query_heads, shape.head_dim)
+    said = ""
+    try:
+        scene.feed(NEXT)
+    except KVBenchError as error:
+        said = str(error)
+    heard.clear()
+    watch.listen(None, shape.query_heads, shape.head_dim)
+    scene.context.watch.raise_problem()
+    scene.close()
+    return {"same": all(same) and len(same) == LAYERS, "said": said, "after": len(heard)}
+
+
 def check_fork_appends() -> Any:
     """Two sides decode behind the same cells; each says what a session alone says."""
     wanted = []

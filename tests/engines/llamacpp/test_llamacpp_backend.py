@@ -216,6 +216,24 @@ def test_what_one_side_of_a_fork_does_to_its_rows_the_other_does_not_see(
     assert found["used"] == 0
 
 
+@pytest.mark.parametrize("layout", ["0False", "1False", "0True", "1True"])
+def test_rows_before_a_session_s_own_are_as_if_it_had_read_them(
+    checks: dict[str, Any], layout: str
+) -> None:
+    found = checks["front"][layout]
+    assert found["kept"]
+    assert found["apart"]
+    # Where halves are summed, in another order of cells.
+    assert found["difference"] <= (1e-5 if layout == "0False" else 3e-2)
+    assert found["logical"] == [-400, -399]
+    assert found["first"] == 400
+    assert found["used"] == 416
+
+
+def test_a_listener_hears_queries_and_its_error_is_raised(checks: dict[str, Any]) -> None:
+    assert checks["listening"] == {"same": True, "said": "not so", "after": 0}
+
+
 def test_a_fork_without_a_sequence_starts_parked(checks: dict[str, Any]) -> None:
     found = checks["fork_without_a_sequence"]
     assert found["outside"] == [-1, 300, 0, 300]

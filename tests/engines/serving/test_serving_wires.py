@@ -16,7 +16,13 @@ from agentbench_kv.engines.core.policy import VARIABLE, method_from
 from agentbench_kv.engines.serving.engine import ServingEngine, refuse_method
 from agentbench_kv.engines.serving.wire import EngineWire, ModelFacts, read_model
 from agentbench_kv.engines.sglang.engine import SglangEngine, SglangEngineWire
-from agentbench_kv.engines.vllm.engine import VllmEngine, VllmEngineWire
+from agentbench_kv.engines.vllm.engine import (
+    VllmEngine,
+    VllmEngineWire,
+    thread_settings,
+    tokens_taken,
+)
+from agentbench_kv.environments import process_env
 from agentbench_kv.errors import PrerequisiteError, UsageError
 from agentbench_kv.registry import make_method
 
@@ -311,3 +317,26 @@ def test_vllms_processes_keep_their_sockets_in_the_engines_folder(tmp_path: Path
     assert environment["VLLM_RPC_BASE_PATH"] == environment["TMPDIR"] == str(tmp_path)
     assert str(tmp_path) not in environment["TORCHINDUCTOR_CACHE_DIR"]
     wire.close()
+
+
+METRICS = """
+# HELP vllm:kv_cache_usage_perc KV-cache usage.
+vllm:kv_cache_usage_perc{engine="0",model_name="model"} 0.25
+vllm:cache_config_info{block_size="32",cache_dtype="auto",num_gpu_blocks="101"} 1.0
+"""
+
+
+def test_vllm_as_shipped_says_how_much_of_its_cache_is_taken() -> None:
+    assert tokens_taken(METRICS) == 25 * 32  # the placeholder block is nobody's
+    assert tokens_taken(METRICS.replace("num_gpu_blocks", "other")) is None
+    assert tokens_taken("") is None
+
+
+def test_a_record_says_what_was_said_of_vllms_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert thread_settings({"HOME": "/"}) == ""
+    found = {"VLLM_CPU_NUM_OF_RESERVED_CPU": "0", "OMP_NUM_THREADS": "2", "GOMP_SPINCOUNT": "1000"}
+    said = "VLLM_CPU_NUM_OF_RESERVED_CPU=0 OMP_NUM_THREADS=2 GOMP_SPINCOUNT=1000"
+    assert thread_settings(found) == said
+    # The command line sets it for itself, and the server does not inherit it.
+    monkeypatch.setattr(process_env, "_applied", {"GOMP_SPINCOUNT"})
+    assert thread_settings(found) == said.removesuffix(" GOMP_SPINCOUNT=1000")

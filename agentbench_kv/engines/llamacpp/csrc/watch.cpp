@@ -1,8 +1,9 @@
 // Watches llama.cpp evaluate a graph, through the public callback of llama_context_params.
 //
 // What it sees of every batch: the cache cell each token was written to, and (if asked) every
-// layer's queries behind RoPE. What it learns once: where the cache tensors lie. Written against
-// the headers that the llama-cpp-python wheel installs; the same in Python is server/watch.py.
+// layer's queries behind RoPE, of which a listener is told before the layer's attention is computed.
+// What it learns once: where the cache tensors lie. Written against the headers that the
+// llama-cpp-python wheel installs; the same in Python is server/watch.py.
 
 #include <atomic>
 #include <cstdint>
@@ -14,8 +15,12 @@
 #include "ggml-backend.h"
 #include "ggml.h"
 
+// Told of a layer's queries [tokens][heads][head_dim], so many numbers.
+typedef void (*kvb_listener)(int layer, const float * queries, int64_t count);
+
 struct kvb_watch {
     bool want_queries;
+    kvb_listener listener;
     std::atomic<bool> aborted;  // set by other threads while a batch is computed
     std::vector<ggml_tensor *> keys, values;   // the cache of every layer
     std::vector<int64_t> cells;                // of the tokens since kvb_watch_begin, in order
@@ -47,7 +52,7 @@ bool ask(kvb_watch * watch, ggml_tensor * tensor) {
         (holds_keys ? watch->keys : watch->values)[layer] = tensor->view_src;
         return holds_keys && layer == 0;
     }
-    return watch->want_queries && query_layer(tensor) >= 0;
+    return (watch->want_queries || watch->listener != nullptr) && query_layer(tensor) >= 0;
 }
 
 void take(kvb_watch * watch, ggml_tensor * tensor) {
@@ -64,6 +69,9 @@ void take(kvb_watch * watch, ggml_tensor * tensor) {
     const size_t before = rows.size();
     rows.resize(before + ggml_nelements(tensor));
     ggml_backend_tensor_get(tensor, &rows[before], 0, ggml_nbytes(tensor));
+    if (watch->listener != nullptr) {
+        watch->listener(layer, &rows[before], (int64_t) (rows.size() - before));
+    }
 }
 
 bool callback(ggml_tensor * tensor, bool asking, void * data) {
@@ -82,6 +90,7 @@ extern "C" {
 kvb_watch * kvb_watch_new(int layers) {
     kvb_watch * watch = new kvb_watch;
     watch->want_queries = false;
+    watch->listener = nullptr;
     watch->aborted = false;
     watch->keys.assign(layers, nullptr);
     watch->values.assign(layers, nullptr);
@@ -90,6 +99,8 @@ kvb_watch * kvb_watch_new(int layers) {
 }
 
 void kvb_watch_want_queries(kvb_watch * watch, int wanted) { watch->want_queries = wanted != 0; }
+
+void kvb_watch_listen(kvb_watch * watch, kvb_listener listener) { watch->listener = listener; }
 
 void kvb_watch_free(kvb_watch * watch) { delete watch; }
 

@@ -17,18 +17,22 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from agentbench_kv import __version__
 from agentbench_kv.engines.base import KVStats, Sampling
 from agentbench_kv.engines.core.control import ControlServer
 from agentbench_kv.engines.core.host import follow_parent
 from agentbench_kv.engines.core.policy import BackendPolicy
 from agentbench_kv.engines.core.rings import span_attention
 from agentbench_kv.engines.llamacpp.models import KV_ROW_TYPES, ROW_TYPES
+from agentbench_kv.engines.llamacpp.server import library
 from agentbench_kv.engines.llamacpp.server.blob import Blob
 from agentbench_kv.engines.llamacpp.server.context import Context, free_threads
+from agentbench_kv.engines.llamacpp.server.memory import MemoryCommands, past_files
 from agentbench_kv.engines.llamacpp.server.rows import SequenceRows
 from agentbench_kv.engines.llamacpp.server.scheduler import STEP_TOKENS, BatchScheduler
 from agentbench_kv.engines.llamacpp.server.session import BackendSession, Stream, StreamServer
 from agentbench_kv.errors import KVBenchError, UsageError
+from agentbench_kv.methods.memory.files import PastFiles
 from agentbench_kv.methods.spans import SpanRange, check_whole_tokens, within
 
 SETTINGS = "KVBENCH_LLAMACPP"  # environment variable with the settings as JSON
@@ -46,6 +50,8 @@ class Settings:
     sessions: int  # that generate at once
     context_limit: int = 0  # of a session; 0 for what the file says
     kv_dtype: str = ""  # of cached rows, where it is not `dtype`
+    banks: str = ""  # folder for what memories read of the past; empty: none is kept
+    sha: str = ""  # of the model
 
 
 class Backend:
@@ -67,6 +73,7 @@ class Backend:
         )
         self.scheduler = BatchScheduler(context, policy)
         self._spans = SpanCommands(self.scheduler)
+        self._memories = MemoryCommands(self.scheduler, _past_files(settings, self.scheduler))
         self._embeddings = Embeddings(Path(settings.model))
         self._files = 0
 
@@ -87,6 +94,7 @@ class Backend:
             "fork": lambda r: call(lambda: scheduler.fork(r["session"], r["new"])),
             "rewind": lambda r: call(lambda: scheduler.rewind(r["session"], r["length"])),
             "embed_tokens": lambda r: self._embeddings.rows(r["tokens"]),
+            **self._memories.handlers(),
             "configure": self._configure,
         }
 
@@ -117,6 +125,13 @@ class Backend:
         path.unlink()
         session, start, at = request["session"], request["start"], request["at"]
         self.scheduler.call(lambda: self._spans.restore(session, start, data, at))
+
+
+def _past_files(settings: Settings, scheduler: BatchScheduler) -> PastFiles | None:
+    if not settings.banks:
+        return None
+    about = {"kvbench": __version__, "llama.cpp": library.PINNED, "model": settings.sha}
+    return past_files(Path(settings.banks), about, scheduler)
 
 
 def _plain(stats: KVStats | None) -> dict[str, Any] | None:

@@ -6,6 +6,7 @@ import ctypes
 import struct
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Self
 
 import numpy as np
 import torch
@@ -74,6 +75,27 @@ class Blob:
         magic, _sequence, streams, self.tokens = _HEADER.unpack_from(data)
         if (magic, streams) != (MAGIC, 1) or len(data) != _size(form, self.tokens):
             raise KVBenchError("llama.cpp's state format is not the pinned version's")
+
+    @classmethod
+    def blank(cls, form: RowFormat, positions: Tensor) -> Self:
+        """Return rows of zeros at some positions [tokens], for what is written in the cache."""
+        tokens, data = len(positions), bytearray(_size(form, len(positions)))
+        _HEADER.pack_into(data, 0, MAGIC, 0, 1, tokens)
+        count = CELL_NUMBERS * tokens
+        cells = torch.frombuffer(data, dtype=torch.int32, offset=_HEADER.size, count=count)
+        cells.view(tokens, CELL_NUMBERS)[:, 1] = 1
+        _KIND.pack_into(data, _HEADER.size + 4 * count, form.transposed, form.shape.layers)
+        size = form.dtype.itemsize
+        for layer in range(form.shape.layers):
+            keys, values = (at(form, tokens, layer) for at in (_keys_at, _values_at))
+            _ROWS.pack_into(data, keys - _ROWS.size, form.row_type, form.row_bytes)
+            if form.transposed:
+                _COLUMNS.pack_into(data, values - _COLUMNS.size, form.row_type, size, form.width)
+            else:
+                _ROWS.pack_into(data, values - _ROWS.size, form.row_type, form.row_bytes)
+        made = cls(form, data)
+        made.set_positions(positions)
+        return made
 
     @property
     def positions(self) -> Tensor:

@@ -72,6 +72,11 @@ class Cells:
         values = torch.stack([layer[:, cells] for layer in self.values])
         return self.form.shape.in_halves(keys), values
 
+    def write(self, layer: int, cells: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Write a layer's rows [kv_heads, n, head_dim]; RoPE pairs are half a head apart."""
+        self.keys[layer][:, cells] = self.form.shape.as_stored(keys).to(self.form.dtype)
+        self.values[layer][:, cells] = values.to(self.form.dtype)
+
     def compact(
         self, cells: Tensor, kept: Tensor, extras: Sequence[Tensor] = (), *, sort: bool = False
     ) -> int:

@@ -136,6 +136,7 @@ class Context:
             raw.logits[i] = i in wanted
         self.watch.begin()
         code = self._llama.llama_decode(self.handle, raw)
+        self.watch.raise_problem()
         if code == 1:
             raise CapacityError(f"the cache of {self.cells} tokens is full")
         if code == ABORTED:

@@ -42,6 +42,7 @@ NO_ROOM = 1  # answer of `kvb_load`: too few cells of the cache are free
 _P, _TEXT, _SIZE = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t
 _I, _L = ctypes.c_int32, ctypes.c_int64
 _NUMBERS, _FLOATS = ctypes.POINTER(_L), ctypes.POINTER(ctypes.c_float)
+LISTENER = ctypes.CFUNCTYPE(None, ctypes.c_int, _FLOATS, _L)  # `kvb_listener`
 
 
 class GgmlTensor(ctypes.Structure):
@@ -100,6 +101,7 @@ _PLUGIN: dict[str, tuple[Any, ...]] = {
     "kvb_tensor_size": (_SIZE,),
     "kvb_watch_new": (_P, _I),
     "kvb_watch_want_queries": (None, _P, _I),
+    "kvb_watch_listen": (None, _P, _P),
     "kvb_watch_callback": (_P,),
     "kvb_watch_abort": (None, _P, _I),
     "kvb_watch_abort_callback": (_P,),

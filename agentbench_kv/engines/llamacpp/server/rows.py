@@ -23,6 +23,9 @@ class SequenceRows:
     After a per-head compaction a row's heads hold different tokens, so that `rope` and `logical`
     mean nothing any more; cells and labels do.
 
+    Rows from elsewhere, a memory's, may stand before its own: they have the first positions, and
+    negative logical ones.
+
     A fork has its source's cells. To drop one or to decode behind them changes nothing for others;
     whoever writes to a cell, or gives it another label, copies it first if others have it.
     """
@@ -30,10 +33,11 @@ class SequenceRows:
     def __init__(self, cells: Cells) -> None:
         self._cells = cells
         self.sequence = -1  # llama.cpp's number; -1 while the rows are parked outside of the cache
+        self.first = 0  # RoPE position of its first own token
         self._clear()
 
     def _clear(self) -> None:
-        self.next = 0  # RoPE position of the next token
+        self.next = self.first  # RoPE position of the next token
         self._table = torch.zeros(4, 0, dtype=torch.int64)  # cells, labels, RoPE, logical
         self._stand_ins = False
         self._parked: Blob | None = None
@@ -93,6 +97,7 @@ class SequenceRows:
         """
         twin = SequenceRows(self._cells)
         twin.next, twin._table, twin._stand_ins = self.next, self._table.clone(), self._stand_ins
+        twin.first = self.first
         twin._parked = self._parked
         if self._parked is not None or not self.live:
             return twin
@@ -103,6 +108,32 @@ class SequenceRows:
         self._cells.context.share(self.sequence, sequence)
         self._cells.holders[self.cells] += 1
         return twin
+
+    def begin_behind(self, rows: int) -> None:
+        """Leave the first positions of a session that has none yet to rows from elsewhere."""
+        self.first = self.next = rows
+
+    def make_front(self) -> None:
+        """Have rows before its own, in cells that nobody shares; what is in them is yet to come."""
+        front = self.logical < 0
+        if bool(front.any()) and int(self._cells.holders[self.cells[front]].max()) == 1:
+            return
+        self.drop(front)
+        places = torch.arange(self.first)
+        self.restore(Blob.blank(self._cells.form, places), places - self.first)
+
+    def drop_front(self) -> None:
+        """Let go of the rows before its own."""
+        self.drop(self.logical < 0)
+
+    def write_front(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Write a layer's rows [kv_heads, first, head_dim] before its own."""
+        self._cells.write(layer, self.cells[: self.first], keys, values)
+
+    def read_own(self, start: int, end: int) -> tuple[Tensor, Tensor]:
+        """Copy some of its own tokens' keys and values, as `Cells.read` does."""
+        own = (self.logical >= start) & (self.logical < end)
+        return self._cells.read(self.cells[own])
 
     def park(self) -> None:
         """Move all rows out of the cache, to the last bit; what others share stays in it too."""
@@ -195,7 +226,7 @@ class SequenceRows:
     def rewind(self, length: int) -> None:
         """Drop rows from logical position `length` on, and go on behind all that stay."""
         gone = self.logical >= length
-        self.next = max([length, *(self.rope[~gone] + 1).tolist()])
+        self.next = max([self.first + length, *(self.rope[~gone] + 1).tolist()])
         self.drop(gone)
 
     def save(self, chosen: Tensor) -> Blob:

@@ -16,6 +16,7 @@ from torch import Tensor
 from agentbench_kv.engines.base import KVStats, Sampling
 from agentbench_kv.engines.core.commands import CommandQueue
 from agentbench_kv.engines.core.ledger import Eviction, EvictionOrder
+from agentbench_kv.engines.core.memory import SessionMemory
 from agentbench_kv.engines.core.policy import BackendPolicy
 from agentbench_kv.engines.core.rings import RowShape
 from agentbench_kv.engines.core.rows import Fed, WorkerRows
@@ -100,8 +101,8 @@ class Admission:
         return session.reserved - session.rows.resident + self._copied(session)
 
     def _copied(self, session: BackendSession) -> int:
-        """Return how many shared cells it may have to copy."""
-        return session.rows.shared if self._copies else 0
+        """Return how many shared cells it may have to copy, or to take others for."""
+        return session.rows.shared if self._copies or session.memory is not None else 0
 
     def settle(self, session: BackendSession) -> None:
         """Take back what a session reserved for its turn and does not hold."""
@@ -229,6 +230,14 @@ class BatchScheduler:
         self.worker.rewind(name, length)
         self.admission.settle(session)
 
+    def attach(self, name: str, memory: SessionMemory) -> None:
+        """Open a session whose prompts bring rows of a memory back; own thread."""
+        if name in self.sessions:
+            raise KVBenchError(f"session {name} is open already")
+        session = BackendSession(name, self.policy.method, self.cells, self._bytes)
+        session.attach(memory)
+        self.sessions[name] = session
+
     def stats(self, name: str) -> KVStats | None:
         """Return a session's accounting; on the own thread."""
         session = self.sessions.get(name)
@@ -348,6 +357,7 @@ class BatchScheduler:
         packed, parts, ready = DecodeBatch([], [], [], []), [], []
         for generation in batch:
             session, start = generation.session, len(packed.tokens)
+            session.before_forward()
             seen, first = session.ledger.fed, session.rows.next
             tokens = session.tokens[seen : seen + PREFILL_CHUNK]
             packed.tokens += tokens
@@ -355,9 +365,10 @@ class BatchScheduler:
             packed.sequences += [session.rows.sequence] * len(tokens)
             part = slice(start, len(packed.tokens))
             parts.append((session, Fed(session.name, seen, tokens), part))
-            if len(tokens) == session.pending:
+            if len(tokens) == session.pending and not session.looking:
                 packed.wanted += generation.rows_wanted(part.stop)
                 ready.append(generation)
+        self._listen([(session, part, session.rows.next) for session, _, part in parts])
         logits, last = self.context.decode(packed), -1
         self._take_in(parts)
         ends = []
@@ -367,6 +378,19 @@ class BatchScheduler:
             generation.note_best(logits[: last + 1])
         return logits[ends], ready
 
+    def _listen(self, parts: list[tuple[BackendSession, slice, int]]) -> None:
+        """Have memories asked while their sessions' tokens, from a position on, are computed."""
+        asking = [each for each in parts if each[0].recalls]
+        shape = self.context.shape
+
+        def told(layer: int, queries: Tensor) -> None:
+            halves = shape.in_halves(queries)
+            for session, part, first in asking:
+                session.ask(layer, halves[:, part], first)
+
+        sizes = shape.query_heads, shape.head_dim
+        self.context.watch.listen(told if asking else None, *sizes)
+
     def _take_in(self, parts: list[tuple[BackendSession, Fed, slice]]) -> None:
         """Record where the rows went, and keep the queries that the method wants."""
         prompts = {session.name: session.prompt for session, _, _ in parts}
@@ -375,6 +399,8 @@ class BatchScheduler:
         cells = watch.cells()
         for session, _, part in parts:
             session.fed(cells[part])
+            if (again := session.looked()) is not None:
+                self.worker.rewind(session.name, again)
         if not watch.wants_queries:
             return
         for layer in range(shape.layers):
@@ -393,7 +419,8 @@ class BatchScheduler:
         token = generation.draw(logits)
         session.tokens.append(token)
         self._event(session, session.ledger.sampled())
-        if generation.push(token) or len(session.tokens) >= self.context.shape.context_limit:
+        taken = session.positions_taken + len(session.tokens)
+        if generation.push(token) or taken >= self.context.shape.context_limit:
             self._finish(generation)
         elif generation.given:
             generation.take_stretch(PREFILL_CHUNK)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from agentbench_kv.engines.base import KVStats, Sampling
 from agentbench_kv.engines.core.ledger import SessionLedger
+from agentbench_kv.engines.core.memory import SessionMemory
 from agentbench_kv.engines.llamacpp.server.cells import Cells
 from agentbench_kv.engines.llamacpp.server.rows import SequenceRows
 from agentbench_kv.engines.sampling import Sampler
@@ -34,6 +35,9 @@ class BackendSession:
         self.prompt = PromptPhases()
         self.tokens: list[int] = []  # given or generated; the last ones may not be fed yet
         self.rows = SequenceRows(cells)
+        self.memory: SessionMemory | None = None
+        self._to_look_at = 0  # tokens that are read twice for it
+        self.mark = object()  # tells its rows in a memory bank from others'
         self.ledger = SessionLedger(method, size)
         self.drawn = 0  # how many of the tokens to feed are an answer's, if several are given
         self.reserved = 0  # rows it may come to hold before its turn ends
@@ -46,15 +50,60 @@ class BackendSession:
 
     def begin_turn(self, prompt: int) -> None:
         self.ledger.opens_with(self.prompt.prompt, self.prompt.system)
-        self.ledger.begin_turn(prompt)
+        memory, passes = self.memory, 1
+        if memory is not None and prompt:
+            memory.begin()
+            passes = memory.passes
+            if memory.looking:
+                self._to_look_at = self.pending
+        self.ledger.begin_turn(prompt, passes)
         self.drawn = 0
         self.used = next(_clock)
+
+    def attach(self, memory: SessionMemory) -> None:
+        """Make room before the session's own rows for what its prompts bring back."""
+        self.memory = memory
+        self.rows.begin_behind(memory.rows)
+        self.ledger.restore(memory.rows)
+
+    @property
+    def positions_taken(self) -> int:
+        """RoPE positions before the session's own, which a memory's rows have."""
+        return self.rows.first
+
+    @property
+    def looking(self) -> bool:
+        """Whether what it is fed next is only looked at, and comes again."""
+        return self.memory is not None and self.memory.looking
+
+    @property
+    def recalls(self) -> bool:
+        """Whether the next forward is to ask its memory."""
+        return self.memory is not None and self.memory.due
+
+    def before_forward(self) -> None:
+        """Have cells for what a prompt brings back, and none while it is looked at."""
+        if self.recalls:
+            (self.rows.drop_front if self.looking else self.rows.make_front)()
+
+    def ask(self, layer: int, queries: Tensor, first: int) -> None:
+        """Have the memory take in, or bring back, what a layer's queries need.
+
+        Queries [q_heads, n, head_dim], RoPE pairs half a head apart, are at positions from `first`.
+        """
+        if self.memory is None:
+            return
+        self.memory.ask(layer, queries, first)
+        if not self.memory.looking:
+            self.rows.write_front(layer, *self.memory.front(layer))
 
     def fork(self, name: str, sequence: int) -> BackendSession:
         """Return a session that goes on from here; see `SequenceRows.fork`."""
         twin = copy(self)
         twin.name, twin.tokens, twin.used = name, self.tokens.copy(), next(_clock)
         twin.rows, twin.ledger = self.rows.fork(sequence), self.ledger.fork()
+        twin.memory = None if self.memory is None else self.memory.fork()
+        twin.mark = object()
         return twin
 
     def add_drawn(self, tokens: list[int]) -> None:
@@ -70,6 +119,20 @@ class BackendSession:
         else:
             self.ledger.forward(len(cells))
 
+    def looked(self) -> int | None:
+        """Take in that a forward is over; return where to go on if the prompt is to come again."""
+        memory = self.memory
+        if memory is None or not memory.due:
+            return None
+        if not memory.looking:
+            memory.due = False
+        elif not self.pending:
+            memory.choose()
+            self.ledger.read_again(self._to_look_at)
+            self.rows.rewind(self.ledger.fed)
+            return self.ledger.fed
+        return None
+
     def rewind(self, length: int) -> None:
         """Forget the tokens from logical position `length` on; its rows are in the cache."""
         del self.tokens[length:]
@@ -81,6 +144,8 @@ class BackendSession:
         """Start over: everything must be computed again."""
         self.rows.free()
         self.ledger.lose()
+        if self.memory is not None:
+            self.ledger.restore(self.memory.rows)
 
     def stats(self) -> KVStats:
         snapshot = self.ledger.snapshot()

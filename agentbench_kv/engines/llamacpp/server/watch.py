@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
@@ -17,11 +17,33 @@ import torch
 from agentbench_kv.engines.llamacpp.server import library
 
 CACHE_NAME = re.compile(rb"cache_([kv])_l(\d+)$")
+Told = Callable[[int, torch.Tensor], None]
 QUERY_NAME = re.compile(rb"Qcur-(\d+)$")
 _NUMPY = {0: np.float32, 1: np.float16, 27: np.int64}  # by ggml's number of the type
 
 
-class NativeWatch:
+class _Listening:
+    """Tells somebody of a layer's queries before its attention is computed."""
+
+    # What that raised: nothing may be raised through llama.cpp.
+    _problem: Exception | None = None
+    _told: Told | None = None
+
+    def _tell(self, layer: int, queries: torch.Tensor) -> None:
+        if self._told is not None and self._problem is None:
+            try:
+                self._told(layer, queries)
+            except Exception as error:  # noqa: BLE001
+                self._problem = error
+
+    def raise_problem(self) -> None:
+        """Raise what who listened raised since this was last asked."""
+        problem, self._problem = self._problem, None
+        if problem is not None:
+            raise problem
+
+
+class NativeWatch(_Listening):
     """The plug-in's watch; PrerequisiteError where that cannot be built.
 
     It sees what `llama_decode` does with the tokens of its batch, in the order of the batch.
@@ -36,6 +58,17 @@ class NativeWatch:
         self.abort_callback = ctypes.cast(self._plugin.kvb_watch_abort_callback(), asked)
         self.data = int(self._watch)
         self.want_queries(queries)
+
+    def listen(self, told: Told | None, heads: int, head_dim: int) -> None:
+        """Tell of each layer's queries [heads, tokens, head_dim], float32, or no longer."""
+
+        def hear(layer: int, first: Any, count: int) -> None:
+            rows = _copied(first, count, torch.float32)
+            self._tell(layer, rows.reshape(-1, heads, head_dim).transpose(0, 1))
+
+        self._told = told
+        self._listener = library.LISTENER() if told is None else library.LISTENER(hear)
+        self._plugin.kvb_watch_listen(self._watch, ctypes.cast(self._listener, ctypes.c_void_p))
 
     def want_queries(self, wanted: bool) -> None:
         """Keep queries from the next decode on, or no longer."""
@@ -74,7 +107,7 @@ def _copied(first: Any, count: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.from_numpy(np.ctypeslib.as_array(first, (count,)).copy())
 
 
-class PythonWatch:
+class PythonWatch(_Listening):
     """The watch in Python. In `kept` it has further tensors by `names`, `kq_soft_max-0` say."""
 
     def __init__(self, layers: int, queries: bool, names: Collection[str] = ()) -> None:  # noqa: ARG002
@@ -95,6 +128,9 @@ class PythonWatch:
 
     def want_queries(self, wanted: bool) -> None:
         self.wants_queries = wanted
+
+    def listen(self, told: Told | None, heads: int, head_dim: int) -> None:  # noqa: ARG002
+        self._told = told
 
     def abort(self, wanted: bool) -> None:
         self._aborted = wanted
@@ -135,7 +171,7 @@ class PythonWatch:
 
     def _query_layer(self, address: int, name: bytes) -> int:
         """Return the layer whose rotated queries a tensor holds; three tensors share the name."""
-        match = QUERY_NAME.match(name) if self.wants_queries else None
+        match = QUERY_NAME.match(name) if self.wants_queries or self._told is not None else None
         return int(match[1]) if match and library.tensor_at(address).op == self._rope else -1
 
     def _take(self, address: int) -> bool:
@@ -147,7 +183,8 @@ class PythonWatch:
             self.kept.setdefault(name.decode(), []).append(self._array(address))
         layer = self._query_layer(address, name)
         if layer >= 0:
-            self._queries.setdefault(layer, []).append(self._array(address)[0])
+            self._queries.setdefault(layer, []).append(rows := self._array(address)[0])
+            self._tell(layer, torch.from_numpy(rows).transpose(0, 1))
         return True
 
     def _array(self, address: int) -> Any:

@@ -1,0 +1,198 @@
+"""The table of `serving_shapes.py`, from its cells: medians over repetitions, bytes before tokens.
+
+Medians, intervals and paired ratios are those of `kvbench report`, the share of the limit that of
+`kvbench bench roofline`; only here cells of their own folders are put together again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from agentbench_kv.engines.embedded.model import model_path
+from agentbench_kv.results.stats import REPETITIONS, median
+from agentbench_kv.results.tables.model import Cell, Column, Kind, Row, Table, Unit, slug
+from agentbench_kv.serving_bench.achieved import read_achieved
+from agentbench_kv.serving_bench.hardware import read_hardware
+from agentbench_kv.serving_bench.measurements import (
+    LoadMeasurement,
+    ServingFolder,
+    ServingPlan,
+    serving_folders,
+)
+from agentbench_kv.serving_bench.roofline import read_decoder
+from agentbench_kv.serving_bench.summary import (
+    BASES,
+    SIMULATED,
+    SPEED,
+    ArmFigures,
+    summarize_serving,
+)
+
+CELL = "cell.json"
+TRACE = "trace.jsonl"
+HARDWARE = "hardware-rep{:02d}.json"
+COLUMNS = (
+    *(Column("engine"), Column("arm"), Column("repeats", Unit.NUMBER)),
+    Column("peak live MB a session", Unit.MEGABYTES),
+    Column("pool MB", Unit.MEGABYTES),
+    Column("read MB a token", Unit.MEGABYTES),
+    Column("peak live", Unit.TOKENS),
+    *(Column("TTFT turn 1 s", Unit.SECONDS), Column("TTFT turns 2+ s", Unit.SECONDS)),
+    *(Column("output tok/s", Unit.RATE), Column("x base", Unit.RATIO), Column("base")),
+    Column("of the roofline %", Unit.SHARE),
+)
+# Whichever the engine has of those that share what sessions have in common; else plain `full`.
+_PREFERRED = ("full@prefix", "full")
+_NOTES = (
+    "medians over repetitions with 95% intervals (of a few repetitions about their range); ratios "
+    "of output tok/s are paired by repetition",
+    "peak live MB: keys and values of a session over all layers and heads; pool MB: slots or "
+    "blocks that all sessions, and what they share, took up together at the most; read MB a token: "
+    "keys and values that a decoded token's attention read; tokens are per layer and KV head",
+    "base: full@prefix where the engine has it; on vLLM and SGLang full is as shipped, with their "
+    "prefix cache",
+    "of the roofline: a decode step's limit, of the machine measured at the beginning of the "
+    "repetition, over the median time per token; between two steps other sessions may be prefilled",
+)
+
+
+@dataclass
+class Engine:
+    """What was measured of an engine at one place."""
+
+    plan: ServingPlan
+    measured: list[LoadMeasurement] = field(default_factory=list)
+    shares: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+
+
+def shapes_tables(out: Path) -> list[Table]:
+    """Return a table for each model and prompt below a folder, of what is measured so far."""
+    places = sorted(path.parent for path in out.glob(f"*/{TRACE}"))
+    return [table for place in places if (table := _table(place)) is not None]
+
+
+def _table(place: Path) -> Table | None:
+    engines: dict[str, Engine] = {}
+    failed: dict[tuple[str, str], list[str]] = defaultdict(list)
+    seconds, about = 0.0, ""
+    known = [(json.loads(p.read_text()), p.parent) for p in place.glob(f"*/rep*/*/{CELL}")]
+    for record, path in sorted(known, key=lambda each: (each[0]["rank"], str(each[1]))):
+        seconds += record["wall_s"]
+        if "error" in record:
+            failed[record["engine"], record["arm"]].append(record["error"])
+            continue
+        (folder,) = map(ServingFolder.read, serving_folders([path]))
+        about = about or _about(folder)
+        _add(engines, folder, record, place)
+    if not engines and not failed:
+        return None
+    rows = [row for name, engine in engines.items() for row in _rows(name, engine)]
+    reasons = [f"{e} {a}: {said[-1]} ({len(said)} x)" for (e, a), said in failed.items()]
+    return Table(
+        Kind.THROUGHPUT,
+        slug("serving", "shapes", place.name),
+        f"sessions at long prompts: {place.name}",
+        COLUMNS,
+        rows,
+        [*_notes(about, engines), f"measured in {seconds / 3600:.1f} h", *sorted(reasons)],
+        {"task": "serving shapes", "model": place.name, "engine": "several"},
+    )
+
+
+def _about(folder: ServingFolder) -> str:
+    plan, machine = folder.plan, folder.provenance.get("hardware") or {}
+    trace = "" if plan.trace is None else f"; {plan.trace.sentence}"
+    return f"{plan.model_name}, {plan.dtype}, {machine.get('cpu', 'a machine unknown')}{trace}"
+
+
+def _notes(about: str, engines: dict[str, Engine]) -> Iterator[str]:
+    yield from [about] * bool(about)
+    yield from _NOTES
+    plans = [engine.plan for engine in engines.values()]
+    if len({plan.dtype for plan in plans}) > 1:
+        said = ", ".join(f"{plan.engine} {plan.dtype}" for plan in plans)
+        yield f"weights and rows as computed: {said}; the roofline's products are in one of them"
+    counts = [
+        sum(m.arm == arm.name for m in e.measured) for e in engines.values() for arm in e.plan.arms
+    ]
+    if counts and min(counts) < REPETITIONS:
+        yield f"fewest repetitions: {min(counts)}; fewer than {REPETITIONS} decide nothing"
+    if any(arm.kv_dtype for plan in plans if plan.engine == "embedded" for arm in plan.arms):
+        yield SIMULATED
+
+
+def _add(
+    engines: dict[str, Engine], folder: ServingFolder, record: dict[str, Any], place: Path
+) -> None:
+    """Put a cell's measurement among those of its engine, under its own repetition."""
+    known = engines.setdefault(folder.plan.engine, Engine(folder.plan))
+    names = {arm.name for arm in known.plan.arms}
+    new = [arm for arm in folder.plan.arms if arm.name not in names]
+    known.plan = known.plan.model_copy(update={"arms": [*known.plan.arms, *new]})
+    number = int(record["repetition"])
+    for each in folder.measurements():
+        known.measured.append(each.model_copy(update={"repetition": number}))
+    machine = place / HARDWARE.format(number + 1)
+    (arm,) = folder.plan.arms
+    if (share := _share(folder, machine)) is not None:
+        known.shares[arm.name].append(share)
+
+
+def _share(folder: ServingFolder, machine: Path) -> float | None:
+    """Return how near a cell's decoding came to the machine's limit; None if that is not known."""
+    measured = folder.measurements()
+    timed = all(each.kv and each.figures.get("median_tpot_ms") for each in measured)
+    if not measured or not timed or not machine.is_file():
+        return None
+    (found,) = read_achieved(str(folder.path), folder.path)
+    work = found.work(read_decoder(model_path(found.model)), found.dtype)
+    limits = read_hardware(machine)
+    measured_in = found.dtype if found.dtype in limits.products else next(iter(limits.products))
+    return found.share(work.limit(limits, measured_in))
+
+
+def _rows(name: str, engine: Engine) -> Iterator[Row]:
+    counts = {m.repetition for m in engine.measured}
+    plan = engine.plan.model_copy(update={"repeats": max(counts) + 1})
+    found = summarize_serving(plan, engine.measured).cells
+    arms = {cell.arm for cell in found}
+    base = next((each for each in _PREFERRED if each in arms and each in BASES), "")
+    for cell in found:
+        yield Row(
+            _cells(name, cell, base, engine.shares[cell.arm]), "; ".join(cell.reasons) or None
+        )
+
+
+def _cells(name: str, cell: ArmFigures, base: str, shares: Sequence[float]) -> tuple[Cell, ...]:
+    ratio, known = cell.ratios.get(base), cell.figures
+
+    def megabytes(figure: str) -> Cell:
+        value = cell.kv.get(figure)
+        return Cell(value / 1e6) if value else Cell(text="not known")
+
+    def seconds(figure: str) -> Cell:
+        found = known.get(figure)
+        if found is None:
+            return Cell()
+        return Cell(
+            found.point / 1e3, *((found.low / 1e3, found.high / 1e3) if found.n > 1 else ())
+        )
+
+    def plain(figure: Any) -> Cell:
+        if figure is None:
+            return Cell()
+        return Cell(figure.point, *((figure.low, figure.high) if figure.n > 1 else ()))
+
+    return (
+        *(Cell(name), Cell(cell.arm), Cell(cell.repetitions)),
+        *map(megabytes, ("median_peak_bytes", "pool_bytes", "bytes_read")),
+        Cell(cell.kv.get("median_peak_live")),
+        *(seconds("median_ttft_first_ms"), seconds("median_ttft_later_ms")),
+        *(plain(known.get(SPEED)), plain(ratio), Cell(base if ratio is not None else "")),
+        plain(median(shares) if shares else None),
+    )

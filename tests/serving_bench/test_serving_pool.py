@@ -1,0 +1,84 @@
+"""The most that sessions take up of an engine's memory, while something is measured."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from agentbench_kv.conformance.driver import TraceRecorder, in_memory_engine, plain_phases
+from agentbench_kv.conformance.reference import tiny_model
+from agentbench_kv.engines.base import EngineOptions, Sampling
+from agentbench_kv.engines.embedded.cache import SMALLEST
+from agentbench_kv.engines.embedded.engine import EmbeddedEngine
+from agentbench_kv.errors import KVBenchError
+from agentbench_kv.phases import TokenPhases
+from agentbench_kv.registry import make_method
+from agentbench_kv.serving_bench.pool import PoolWatch
+
+
+def engine_that_says(values: list[int | None]) -> Any:
+    left = iter(values)
+    return SimpleNamespace(pool_used=lambda: next(left, None))
+
+
+def waited(until: Callable[[], bool]) -> None:
+    for _ in range(2000):
+        if until():
+            return
+        time.sleep(0.005)
+    pytest.fail("nothing happened")
+
+
+def test_the_most_is_kept() -> None:
+    with PoolWatch(engine_that_says([10, 30, 20, None]), every_s=0.001) as watch:
+        waited(lambda: not watch._thread.is_alive())
+    assert watch.peak == 30
+
+
+def test_a_server_that_is_gone_for_a_while_is_asked_again() -> None:
+    said: list[Any] = [10, KVBenchError("gone"), OSError("gone"), 30, None]
+
+    def used() -> int | None:
+        answer = said.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    with PoolWatch(cast(Any, SimpleNamespace(pool_used=used)), every_s=0.001) as watch:
+        waited(lambda: not watch._thread.is_alive())
+    assert (watch.peak, said) == (30, [])
+
+
+@pytest.mark.parametrize("engine", [None, engine_that_says([None])])
+def test_what_is_not_known_is_none(engine: Any) -> None:
+    with PoolWatch(engine, every_s=0.001) as watch:
+        pass
+    assert watch.peak is None
+
+
+def test_the_embedded_engine_counts_slots_that_sessions_use() -> None:
+    engine = in_memory_engine(tiny_model(), make_method("full", None), TraceRecorder())
+    try:
+        assert engine.pool_used() == 0
+        for name, tokens in (("a", 10), ("b", SMALLEST + 1)):
+            engine.open(name, TokenPhases())
+            ids = [1 + n % 60 for n in range(tokens)]
+            engine.extend(name, ids, plain_phases(ids))
+            list(engine.generate(name, Sampling(max_tokens=1)))
+        size = engine.bytes_per_token
+        assert engine.pool_used() == (SMALLEST + 2 * SMALLEST) * size
+        engine.close("b")
+        waited(lambda: engine.pool_used() == SMALLEST * size)
+    finally:
+        engine.shutdown()
+
+
+def test_rows_of_a_simulated_precision_take_up_what_nobody_knows() -> None:
+    options = EngineOptions("in-memory", make_method("full", None), device="cpu", kv_dtype="int8")
+    engine = EmbeddedEngine.create(options, model=tiny_model())
+    assert engine.pool_used() is None
+    engine.shutdown()

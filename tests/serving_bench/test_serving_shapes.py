@@ -1,0 +1,267 @@
+"""The script for long sessions: its trace, the order and records of its cells, its table."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import serving_shapes as shapes
+import serving_shapes_table
+from serving_shapes_table import CELL, HARDWARE, TRACE, shapes_tables
+from serving_shapes_trace import TraceShape, write_trace
+
+from agentbench_kv.errors import UsageError
+from agentbench_kv.results.tables.model import Table
+from agentbench_kv.run.recordings import record_file
+from agentbench_kv.serving_bench.measurements import (
+    LoadMeasurement,
+    ServingArm,
+    ServingFolder,
+    ServingPlan,
+)
+
+SHAPE = TraceShape(prompt=900, output=60, turns=3, sessions=2, system=150, result=120)
+
+
+def test_sessions_have_the_lengths_asked_for(tmp_path: Path) -> None:
+    found = write_trace(tmp_path / "t.jsonl", SHAPE, "micro")
+    assert record_file(tmp_path / "t.jsonl", "micro") == found
+    assert [len(each.turns) for each in found] == [3, 3]
+    for recording in found:
+        first, *later = recording.turns
+        assert abs(len(first.prompt) - 900) <= 8  # words have several tokens here
+        assert all(abs(len(turn.answer) - 60) <= 8 for turn in recording.turns)
+        assert all(120 <= len(turn.prompt) <= 160 for turn in later)
+
+
+def test_most_of_a_first_prompt_is_tool_results_that_nobody_is_asked_for(tmp_path: Path) -> None:
+    write_trace(tmp_path / "t.jsonl", SHAPE, "micro")
+    one, other = (json.loads(line) for line in (tmp_path / "t.jsonl").read_text().splitlines())
+    assert one["messages"][0] == other["messages"][0]  # which a prefix cache may hold
+    assert one["messages"][1] != other["messages"][1]
+    before = [m for m in one["messages"] if m.get("weight") == 0]
+    results = [m for m in one["messages"] if m["role"] == "tool"]
+    assert len(before) == len(results) - 2 >= 3
+
+
+def test_a_trace_is_the_same_for_a_seed(tmp_path: Path) -> None:
+    first, second, other = (tmp_path / name for name in "abc")
+    write_trace(first, SHAPE, "micro")
+    write_trace(second, SHAPE, "micro")
+    write_trace(other, TraceShape(900, 60, 3, 2, 150, 120, seed=1), "micro")
+    assert first.read_bytes() == second.read_bytes() != other.read_bytes()
+
+
+def test_a_prompt_without_room_for_a_result_is_refused(tmp_path: Path) -> None:
+    small = TraceShape(prompt=200, output=60, turns=1, sessions=1, system=150, result=120)
+    with pytest.raises(UsageError, match="no room for a system message of 150"):
+        write_trace(tmp_path / "t.jsonl", small, "micro")
+
+
+def test_every_cell_comes_once_before_any_comes_twice(tmp_path: Path) -> None:
+    places = [(tmp_path / "a", "m", 1024)]
+    plan = list(shapes.cells(places, ("embedded", "vllm"), 2, budgets=(256,)))
+    assert len(plan) == 2 * 2 * 6
+    assert [cell.repetition for cell in plan] == [0] * 12 + [1] * 12
+    assert len({cell.folder for cell in plan}) == len(plan)
+    first, second = ([c.arm.name for c in plan[at : at + 6]] for at in (0, 12))
+    assert first == [
+        *("full", "full@prefix", "full kv=int8", "clear-tools 512", "agentkv 256", "snapkv 256"),
+    ]
+    assert second == [*first[1:], first[0]]
+    some = shapes.cells(places, ("vllm",), 1, ["agentkv", "full kv=fp8"], (256, 512))
+    assert [cell.arm.name for cell in some] == ["full kv=fp8", "agentkv 256", "agentkv 512"]
+
+
+def test_what_is_left_is_told_by_what_was_measured(tmp_path: Path) -> None:
+    plan = list(shapes.cells([(tmp_path, "m", 8192)], ("embedded", "vllm"), 2, ["full"]))
+    assert shapes.time_left(plan, plan) == "8 left, at least 0.0 h"
+    for cell, record in zip(plan, ({"wall_s": 3600}, {"wall_s": 5, "error": "no"}), strict=False):
+        cell.folder.mkdir(parents=True)
+        (cell.folder / CELL).write_text(json.dumps(record))
+    own = [cell for cell in plan if cell.engine == "embedded"]
+    assert [cell.due(retry=False) for cell in own] == [False, False, True, True]
+    assert [cell.due(retry=True) for cell in own] == [False, True, True, True]
+    assert shapes.time_left(plan, plan[2:]) == "6 left, at least 2.0 h"
+    assert shapes.time_left(plan, own[2:]) == "2 left, 2.0 h"
+
+
+def test_an_engine_without_bfloat16_gets_what_is_nearest(tmp_path: Path) -> None:
+    args = shapes.parsed(["run", "--model", "m", "--prompt", "8k", "--out", str(tmp_path)])
+    found = {}
+    for cell in shapes.cells([(tmp_path, "m", 8192)], shapes.ENGINES, 1, ["full"]):
+        command = shapes.command_of(cell, args, 1000)
+        found[cell.engine] = command[command.index("--dtype") + 1]
+        sized = [word.partition("=")[0] for word in command if "=" in word and "import" not in word]
+        assert (cell.engine, sized) in [
+            *(("embedded", []), ("vllm", ["max-model-len"])),
+            *(("sglang", ["context-length", "mem-fraction-static"]), ("llamacpp", ["cells"])),
+        ]
+    assert found == dict.fromkeys(shapes.ENGINES, "bfloat16") | {"llamacpp": "float16"}
+
+
+def words(out: Path, *more: str) -> list[str]:
+    small = ["--prompt", "700", "--output", "30", "--turns", "2", "--sessions", "2"]
+    small += ["--system", "100", "--result", "100", "--dtype", "float32", "--threads", "1"]
+    return ["run", "--model", "micro", *small, "--engine", "embedded", "--out", str(out), *more]
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Stand for `kvbench`, which fails for agentkv; return the commands."""
+    asked: list[list[str]] = []
+
+    def kvbench(code: int) -> tuple[str, ...]:
+        return (
+            sys.executable,
+            "-c",
+            f"import sys; sys.stderr.write('no!\\n\\n'); sys.exit({code})",
+        )
+
+    real = shapes.command_of
+
+    def command(cell: shapes.Cell, args: Any, longest: int) -> list[str]:
+        asked.append(real(cell, args, longest))
+        return list(kvbench(2 if cell.arm.name.startswith("agentkv") else 0))
+
+    monkeypatch.setattr(shapes, "command_of", command)
+    monkeypatch.setattr(shapes, "_measure_machine", lambda *_: None)
+    return asked
+
+
+def test_what_was_measured_is_not_measured_again(tmp_path: Path, fake: list[list[str]]) -> None:
+    assert shapes.main(words(tmp_path, "--repeats", "1", "--arm", "full", "--arm", "agentkv")) == 0
+    assert len(fake) == 4  # full, full at int8, two budgets
+    full = fake[0]
+    for pair in (("--engine", "embedded"), ("--sessions", "2"), ("--warmup", "0")):
+        assert full[full.index(pair[0]) + 1] == pair[1]
+    assert {"--alone", "--no-exact-calls"} <= set(full)
+    again = words(tmp_path, "--repeats", "2", "--arm", "full", "--arm", "agentkv")
+    assert shapes.main(again) == 0
+    assert len(fake) == 8
+    assert shapes.main([*again, "--retry"]) == 0
+    assert len(fake) == 12  # two budgets in two repetitions
+    (record,) = (tmp_path / "micro-700/embedded/rep01/agentkv-1024").glob(CELL)
+    assert json.loads(record.read_text())["error"] == "no!"
+
+
+def test_an_interrupted_cell_leaves_no_record(
+    tmp_path: Path, fake: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any) -> int:
+        monkeypatch.undo()  # what stops the process waits for it, too
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shapes.subprocess.Popen, "wait", interrupted)
+    assert shapes.main(words(tmp_path, "--repeats", "1")) == 130
+    assert not list(tmp_path.glob(f"**/{CELL}"))
+    assert len(fake) == 1
+
+
+@pytest.mark.usefixtures("fake")
+def test_what_is_wrong_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert shapes.main(words(tmp_path, "--repeats", "1", "--arm", "full")) == 0
+    assert shapes.main(words(tmp_path, "--seed", "1")) == 2
+    said = capsys.readouterr().err.strip()
+    assert said.endswith("holds sessions of another shape; choose another --out")
+    assert len(said.splitlines()) == 1
+    assert shapes.main(words(tmp_path, "--concurrency", "1")) == 2
+    said = capsys.readouterr().err.strip()
+    assert "was measured with --dtype float32, --concurrency 2, --threads 1; choose" in said
+    assert shapes.main(["table", str(tmp_path / "none")]) == 2
+
+
+LIMIT = {"name": "m", "gb_per_s": 10.0, "tflops": {"float32": 1000.0}, "source": "a test"}
+
+
+def record(place: Path, arm: str, number: int, speed: float, live: int) -> None:
+    """Write what a cell leaves behind."""
+    folder = place / "embedded" / f"rep{number + 1:02d}" / arm
+    plan = ServingPlan(
+        engine="embedded", model="micro", dtype="float32", arms=[ServingArm(name=arm, method=arm)],
+        shapes=["t"], loads=["c2"], turns=0, tool_tokens=0, think_time_s=0.0, sessions=2, warmup=0,
+        repeats=1, seed=0,
+    )  # fmt: skip
+    figures = {
+        "output_throughput": speed, "failed": 0, "completed": 6, "median_tpot_ms": 1000 / speed,
+        "concurrency": 2.0, "median_ttft_first_ms": 3000.0, "median_ttft_later_ms": 500.0,
+    }  # fmt: skip
+    account = {
+        "median_peak_bytes": 1e6 * live, "median_peak_live": live, "median_logical": 900.0,
+        "mean_decode_kv": live, "events": 1, "session_resets": 0, "max_over_budget": 0,
+        "bytes_read": 2_000_000 * live, "decode_tokens": 2,
+    }  # fmt: skip
+    ServingFolder.create(folder / "run", plan, {"hardware": {"cpu": "a processor"}}).add(
+        LoadMeasurement(
+            arm=arm,
+            shape="t",
+            load="c2",
+            repetition=0,
+            place=0,
+            date="",
+            backend="",
+            model_id="",
+            num_prompts=6,
+            max_concurrency=2,
+            request_rate="inf",
+            figures=figures,
+            kv=account,
+            pool_bytes=3_000_000 * live,
+        )
+    )
+    done = {"engine": "embedded", "arm": arm, "repetition": number, "rank": 0, "wall_s": 1800.0}
+    (folder / CELL).write_text(json.dumps(done))
+
+
+@pytest.fixture
+def shown(tmp_path: Path) -> Table:
+    place = tmp_path / "micro-8k"
+    for number in range(2):
+        record(place, "full@prefix", number, 10.0 * (number + 1), 800)
+        record(place, "agentkv", number, 20.0 * (number + 1), 100)
+        (place / HARDWARE.format(number + 1)).write_text(json.dumps(LIMIT))
+    (place / TRACE).write_text("")
+    failed = place / "vllm" / "rep01" / "full"
+    failed.mkdir(parents=True)
+    said = {"engine": "vllm", "arm": "full", "repetition": 0, "rank": 1, "wall_s": 0.0}
+    (failed / CELL).write_text(json.dumps({**said, "error": "no such engine"}))
+    (table,) = shapes_tables(tmp_path)
+    return table
+
+
+def test_the_table_pairs_repetitions_and_has_bytes_first(shown: Table) -> None:
+    titles = [column.title for column in shown.columns]
+    rows = {row.cells[1].value: dict(zip(titles, row.cells, strict=True)) for row in shown.rows}
+    assert (
+        titles.index("peak live MB a session") < titles.index("pool MB") < titles.index("peak live")
+    )
+    agentkv, full = rows["agentkv"], rows["full@prefix"]
+    assert (agentkv["repeats"].value, agentkv["output tok/s"].value) == (2, 30.0)
+    assert (agentkv["x base"].value, agentkv["base"].value) == (2.0, "full@prefix")
+    assert full["x base"].value is None
+    assert agentkv["peak live MB a session"].value == 100
+    assert agentkv["pool MB"].value == 300
+    assert agentkv["read MB a token"].value == 100
+    assert (agentkv["TTFT turn 1 s"].value, agentkv["TTFT turns 2+ s"].value) == (3.0, 0.5)
+    assert any("vllm full: no such engine (1 x)" in note for note in shown.notes)
+    assert any("measured in 2.0 h" in note for note in shown.notes)
+    assert any("fewest repetitions: 2" in note for note in shown.notes)
+
+
+def test_the_share_of_the_roofline_counts_what_was_read(shown: Table) -> None:
+    at = [column.title for column in shown.columns].index("of the roofline %")
+    share = {row.cells[1].value: row.cells[at].value for row in shown.rows}
+    # By far most of a step are the bytes of two sessions: 2 x 800 MB, and 2 x 100 MB at twice the
+    # speed, at 10 GB/s; tokens come at 10 and 20 a second.
+    assert share["full@prefix"] == pytest.approx(0.16 * (10 + 20) / 2, rel=0.02)
+    assert share["agentkv"] == pytest.approx(0.02 * (20 + 40) / 2, rel=0.1)
+
+
+def test_nothing_is_shown_of_what_is_not_known(tmp_path: Path) -> None:
+    assert serving_shapes_table.shapes_tables(tmp_path) == []
