@@ -210,7 +210,7 @@ def test_a_fork_is_what_the_model_is_shown(rows: list[SideQuestRow], codec: Toke
         assert named_cursors(answer) == fork.told
         assert set(fork.told) <= set(fork.expired) <= set(fork.open)
         lines = [line.split(",", 2) for line in answer.splitlines()[1:-3]]
-        assert [int(line[0]) for line in lines] == list(reversed(range(max(fork.open) + 1)))
+        assert [int(line[0]) for line in lines] == list(range(max(fork.open) + 1))
         assert all(line[1:] == ["-"] for line in lines if int(line[0]) not in fork.open)
         said = {int(line[0]): line[2].split()[0] for line in lines if len(line) == 3}
         assert said == {c: "done" if c in fork.told else "keep" for c in fork.open}
