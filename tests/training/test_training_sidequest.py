@@ -167,14 +167,14 @@ def test_reasoning_by_rule_is_what_the_answer_follows_from() -> None:
         found = tuple(use for use in uses if use.cursor not in gone)
         return by_rule(ExpiryQuestion(session, 4, found, told, shown)).splitlines()
 
-    assert lines("", ()) == ["2,result,keep", "1] hat,keep", '0, "port": "bag,keep']
+    assert lines("", ()) == ['0, "port": "bag,keep', "1] hat,keep", "2,result,keep"]
     # Of what begins alike the newest is named.
     text = '{"port": "bag/timu", "log": "baggy"}\nhat 3.5 <p>bag+saka</p> hat-1.'
     assert lines(text, (0, 2)) == [
-        "2,result,done [2]", "1] hat-1,keep", '0, "port": "bag+saka,done [0, 2]'
+        '0, "port": "bag+saka,done [0]', "1] hat-1,keep", "2,result,done [0, 2]"
     ]  # fmt: skip
-    assert lines(text, (2,), 0, 1) == ["2,result,done [2]", "1,-", "0,-"]
-    assert lines(text, (), 2) == ["1] hat-1,keep", '0, "port": "bag+saka,keep']
+    assert lines(text, (2,), 0, 1) == ["0,-", "1,-", "2,result,done [2]"]
+    assert lines(text, (), 2) == ['0, "port": "bag+saka,keep', "1] hat-1,keep"]
     assert by_rule(ExpiryQuestion(session, 4, (), ())) == ""
 
 

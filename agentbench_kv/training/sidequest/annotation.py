@@ -61,26 +61,25 @@ def verdict(named: Sequence[int]) -> str:
 
 
 def by_rule(question: ExpiryQuestion) -> str:
-    """Return a line for every cursor from the last open one down, and what follows from it.
+    """Return a line for every cursor up to the last open one, and what follows from it.
 
     The line of an open one goes on behind its number as the result does, up to the first name in
     it, for which its newest mention stands; then `keep`, or `done` with all that are done so far:
-    the command is a copy of the last such list. The newest comes first because results that use
-    others say which: a line can look at those above it. Those that left are listed too, because a
-    small model counts on where it should skip.
+    the command is a copy of the last such list. Those that left are listed too, because a small
+    model counts on where it should skip.
     """
     found = {use.cursor: use for use in question.open}
     newest = {_name(word): word for word in WORD.findall(question.shown)}
     results = with_cursors(question.session.messages)
     lines: list[str] = []
     done: list[int] = []
-    for cursor in range(max(found, default=-1), -1, -1):
+    for cursor in range(max(found, default=-1) + 1):
         if cursor not in found:
             lines.append(f"{cursor},-")
             continue
         state = "keep"
         if cursor in question.told:
-            done.insert(0, cursor)
+            done.append(cursor)
             state = f"done {json.dumps(done)}"
         opening, name = _beginning(text_of(dict(results[found[cursor].message])), cursor)
         lines.append(f"{cursor}{opening}{newest.get(name, name)[:_LONGEST_NAME]},{state}")
