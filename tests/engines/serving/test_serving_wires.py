@@ -333,6 +333,8 @@ def test_vllm_as_shipped_says_how_much_of_its_cache_is_taken() -> None:
 
 
 def test_a_record_says_what_was_said_of_vllms_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    # An earlier test of this process may have started the command line.
+    monkeypatch.setattr(process_env, "_applied", set())
     assert thread_settings({"HOME": "/"}) == ""
     found = {"VLLM_CPU_NUM_OF_RESERVED_CPU": "0", "OMP_NUM_THREADS": "2", "GOMP_SPINCOUNT": "1000"}
     said = "VLLM_CPU_NUM_OF_RESERVED_CPU=0 OMP_NUM_THREADS=2 GOMP_SPINCOUNT=1000"
