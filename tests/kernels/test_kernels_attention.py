@@ -26,6 +26,8 @@ SHAPES = [  # sessions, KV heads, group, queries, rows, head_dim
     (1, 2, 1, 5, 5, 7),
     (2, 1, 5, 33, 134, 66),
     (1, 1, 8, 130, 260, 256),
+    (2, 1, 9, 1, 145, 32),  # one and three steps of a tile, with keys and channels left over
+    (1, 2, 3, 70, 290, 96),
 ]
 
 

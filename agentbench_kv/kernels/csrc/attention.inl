@@ -2,9 +2,12 @@
 //
 // A block of (query, head of the group) rows passes over the keys tile by tile with an online
 // softmax. Logits have one vector lane a row; sums of values have one lane a channel, so that neither
-// keys nor values are transposed. The strips of a block share a tile's values.
+// keys nor values are transposed. The strips of a block share a tile's values. Tiles of keys are not
+// the processor's own (tiles.h), on which `Tiles` multiplies.
 
 #ifndef KVB_DEVICE
+
+#include "tiles.h"
 
 namespace kvb {
 
@@ -80,9 +83,12 @@ class AttendBlock {
         sums_(strips_ * STRIP * width_),
         logits_(SEEN * V),
         weights_(SEEN / Kind::CHANNELS * V),
+        rows_of_weights_(SEEN / 2 * LANES),
         tile_(SEEN / Kind::CHANNELS * width_),
         row_(2 * width_ * LANES),
-        floats_(job.dtype == KVB_F32 ? 0 : SEEN * job.head_dim),
+        floats_(std::is_same<Key, uint32_t>::value ? LANES * depth_
+                : job.dtype == KVB_F32             ? 0
+                                                   : SEEN * job.head_dim),
         pointers_(SEEN) {
     for (int64_t s = 0; s < strips_; ++s) {
       begin_strip(state_[s], first + s * STRIP, smaller(STRIP, rows - s * STRIP));
@@ -92,6 +98,17 @@ class AttendBlock {
   }
 
   void run() {
+#ifdef KVB_TILES
+    if constexpr (std::is_same<Kind, Tiles>::value) {
+      const UseTiles use;
+      return pass();
+    }
+#endif
+    pass();
+  }
+
+ private:
+  void pass() {
     int64_t begin = length_, end = 0;
     for (int64_t s = 0; s < strips_; ++s) {
       begin = smaller(begin, state_[s].begin);
@@ -111,7 +128,6 @@ class AttendBlock {
     for (int64_t s = 0; s < strips_; ++s) write(state_[s], sums_.get() + s * STRIP * width_);
   }
 
- private:
   const char* row_at(const char* shared, const Rows& own, int64_t index) const {
     if (index >= before_.rows) return own.at(index - before_.rows);
     return shared + place_.head * before_.head + index * job_.head_dim * size_of(job_.dtype);
@@ -173,7 +189,7 @@ class AttendBlock {
     return reinterpret_cast<const Key*>(to);
   }
 
-  // A tile's values: as many rows together as a step takes, filled up with zeros.
+  // A tile's values: CHANNELS rows together, filled up with zeros to whole steps.
   void lay_values(int64_t first, int64_t count) {
     auto row = [&](int64_t k) { return row_at(before_.values, values_, first + k); };
     Query* to = tile_.get();
@@ -188,6 +204,7 @@ class AttendBlock {
       fill_row(k + 1 < count ? row(k + 1) : nullptr, row_.get() + width_ * LANES);
       Kind::together(row_.get(), row_.get() + width_ * LANES, width_, to);
     }
+    std::fill(to, tile_.get() + steps_of(count) * (Kind::STEP / Kind::CHANNELS) * width_, Query{});
   }
 
   // One row of values as whole vectors of `Kind`; zeros where there is none.
@@ -206,21 +223,79 @@ class AttendBlock {
     Floats* sums = sums_.get() + s * STRIP * width_;
     const Query* queries = packed_.get() + s * depth_ * V;
     const int64_t used = smaller(count, strip.end - first);
-    all_products<Kind, V, false>(pointers_.get(), used, queries, depth_, job_.scale, logits_.get());
+    multiply(queries, first, used);
     if (first < strip.common_begin || first + used > strip.common_end) hide(strip, first, used);
     exponentiate(strip, used, sums);
-    const int64_t steps = ceil_div(used, Kind::CHANNELS);
-    for (int v = 0; v < V && used % Kind::CHANNELS; ++v) logits_[used * V + v] = Floats{};
+    const int64_t whole = steps_of(used) * Kind::STEP;
+    std::fill(logits_.get() + used * V, logits_.get() + whole * V, Floats{});
+    weigh_values(strip.rows, whole / Kind::CHANNELS, sums);
+  }
+
+  static int64_t steps_of(int64_t rows) { return ceil_div(rows, Kind::STEP); }
+
+  // The logits of a tile's first `count` keys.
+  void multiply(const Query* queries, int64_t first, int64_t count) {
+#ifdef KVB_TILES
+    if constexpr (std::is_same<Kind, Tiles>::value) {
+      for (int64_t k = 0; k < count; k += SIDE) {
+        const char* keys = reinterpret_cast<const char*>(pointers_[k]);
+        int64_t stride = keys_.row;
+        if (k + SIDE > count || first + k < before_.rows) {
+          keys = gather(k, smaller(SIDE, count - k));
+          stride = depth_ * 4;
+        }
+        tile_products<V>(keys, stride, queries, depth_, logits_.get() + k * V);
+      }
+      for (int64_t i = 0; i < count * V; ++i) logits_[i] *= job_.scale;
+      return;
+    }
+#endif
+    all_products<Kind, V, false>(pointers_.get(), count, queries, depth_, job_.scale,
+                                 logits_.get());
+  }
+
+  // Up to 16 keys from `k` on, one behind the other, and zeros.
+  const char* gather(int64_t k, int64_t count) {
+    float* to = floats_.get();
+    for (int64_t i = 0; i < count; ++i) memcpy(to + i * depth_, pointers_[k + i], depth_ * 4);
+    std::fill(to + count * depth_, to + LANES * depth_, 0.0f);
+    return reinterpret_cast<const char*>(to);
+  }
+
+  // Adds the values of `steps` times CHANNELS keys, weighed by what has become of the logits.
+  void weigh_values(int64_t rows, int64_t steps, Floats* sums) {
     const Key* weights = Kind::template as_weights<V>(logits_.get(), steps, weights_.get());
     int64_t r = 0;
-    for (; r + WEIGHED <= strip.rows; r += WEIGHED) {
+#ifdef KVB_TILES
+    if constexpr (std::is_same<Kind, Tiles>::value) {
+      for (; r < rows; r += SIDE) weigh_on_tiles(r, steps, sums + r * width_);
+      return;
+    }
+#endif
+    for (; r + WEIGHED <= rows; r += WEIGHED) {
       weigh_channels<Kind, WEIGHED>(weights + r, STRIP, tile_.get(), width_, steps,
                                     sums + r * width_);
     }
-    for (; r < strip.rows; ++r) {
+    for (; r < rows; ++r) {
       weigh_channels<Kind, 1>(weights + r, STRIP, tile_.get(), width_, steps, sums + r * width_);
     }
   }
+
+#ifdef KVB_TILES
+  // The same for 16 rows from `r` on.
+  void weigh_on_tiles(int64_t r, int64_t pairs, Floats* sums) {
+    constexpr int64_t LONG = SEEN / 2;
+    uint32_t* rows = rows_of_weights_.get();
+    for (int64_t s = 0; s < pairs; s += SIDE) {
+      transpose(weights_.get() + s * V + r / LANES, V, rows + s, LONG);
+    }
+    int64_t c = 0;
+    for (; c + 2 <= width_; c += 2) {
+      tile_sums<2>(rows, LONG * 4, tile_.get() + c, width_, pairs, sums + c);
+    }
+    if (c < width_) tile_sums<1>(rows, LONG * 4, tile_.get() + c, width_, pairs, sums + c);
+  }
+#endif
 
   void hide(const Strip& strip, int64_t first, int64_t count) {
     Ints begins[V] = {}, ends[V] = {};
@@ -294,6 +369,7 @@ class AttendBlock {
   Buffer<Query> packed_;
   Buffer<Floats> sums_, logits_;
   Buffer<Query> weights_, tile_;
+  Buffer<uint32_t> rows_of_weights_;  // of `Tiles`
   Buffer<float> row_, floats_;
   Buffer<const Key*> pointers_;
 };
@@ -325,6 +401,12 @@ void attend_by_width(const kvb_attend& job, int32_t threads) {
 }  // namespace kvb
 
 extern "C" int kvb_attention(const kvb_attend* job, int32_t threads, void*) {
+#ifdef KVB_TILES
+  if (job->dtype == KVB_BF16 && job->head_dim % (2 * kvb::SIDE) == 0 && kvb::may_use_tiles()) {
+    kvb::attend_by_width<kvb::Tiles>(*job, threads);
+    return 0;
+  }
+#endif
 #ifdef __AVX512BF16__
   if (job->dtype == KVB_BF16 && job->head_dim % 2 == 0) {
     kvb::attend_by_width<kvb::Pairs>(*job, threads);

@@ -229,6 +229,7 @@ struct Singles {
   typedef float Key;
   typedef Floats Query;
   static constexpr int32_t CHANNELS = 1;
+  static constexpr int64_t STEP = 1;  // rows of values that are weighed together
   static void add(Floats& total, Key key, Query query) { total += key * query; }
 
   // Rows of `width` vectors of values, and weights [row][V], as they are multiplied.
@@ -248,6 +249,7 @@ struct Pairs {
   typedef uint32_t Key;
   typedef Ints Query;
   static constexpr int32_t CHANNELS = 2;
+  static constexpr int64_t STEP = 2;
   static void add(Floats& total, Key key, Query query) {
     const __m512i both = _mm512_set1_epi32(static_cast<int32_t>(key));
     total = (Floats)_mm512_dpbf16_ps((__m512)total, (__m512bh)both, (__m512bh)query);

@@ -1,0 +1,143 @@
+// Products of bf16 matrices on tiles (Intel's AMX): registers of 16 rows of 64 bytes. Linux only.
+#pragma once
+#include "host.h"
+
+#if defined(__linux__) && defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512BF16__)
+#define KVB_TILES
+#include <sys/syscall.h>
+#include <unistd.h>
+
+namespace kvb {
+
+constexpr int64_t SIDE = 16;  // rows of a tile, and its 32-bit columns
+
+// Whether the system gives this process tiles: it saves their registers for those that asked alone.
+inline bool may_use_tiles() {
+  constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;  // of arch_prctl(2)
+  static const bool may = syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+  return may;
+}
+
+// All tiles of this thread as 16 rows of 64 bytes. Who had shapes of its own gets them back.
+class UseTiles {
+ public:
+  UseTiles() {
+    Shapes shapes;
+    std::fill_n(shapes.bytes, 8, 64);
+    std::fill_n(shapes.rows, 8, SIDE);
+    _tile_storeconfig(&before_);
+    _tile_loadconfig(&shapes);
+  }
+  ~UseTiles() {
+    if (before_.palette) {
+      _tile_loadconfig(&before_);
+    } else {
+      _tile_release();
+    }
+  }
+  UseTiles(const UseTiles&) = delete;
+  UseTiles& operator=(const UseTiles&) = delete;
+
+ private:
+  struct Shapes {
+    uint8_t palette = 1, start = 0, none[14] = {};
+    uint16_t bytes[16] = {};
+    uint8_t rows[16] = {};
+  };
+  Shapes before_;
+};
+
+// The compiler does not know that tiles are read from memory.
+inline void settle_memory() { asm volatile("" ::: "memory"); }
+
+// out[k][v] = keys[k] . queries[v] for 16 keys, `stride` bytes from one to the next. Queries are laid
+// out channel pair by channel pair, V vectors each; `depth` is a multiple of 16 pairs.
+template <int V>
+inline void tile_products(const char* keys, int64_t stride, const Ints* queries, int64_t depth,
+                          Floats* out) {
+  constexpr int64_t ROW = V * sizeof(Ints);
+  settle_memory();
+  _tile_zero(0);
+  if constexpr (V > 1) _tile_zero(1);
+  if constexpr (V > 2) _tile_zero(2);
+  if constexpr (V > 2) _tile_zero(3);
+  for (int64_t c = 0; c < depth; c += SIDE, queries += SIDE * V) {
+    _tile_loadd(4, keys + c * 4, stride);
+    _tile_loadd(5, queries, ROW);
+    _tile_dpbf16ps(0, 4, 5);
+    if constexpr (V > 1) {
+      _tile_loadd(6, queries + 1, ROW);
+      _tile_dpbf16ps(1, 4, 6);
+    }
+    if constexpr (V > 2) {
+      _tile_loadd(5, queries + 2, ROW);
+      _tile_dpbf16ps(2, 4, 5);
+      _tile_loadd(6, queries + 3, ROW);
+      _tile_dpbf16ps(3, 4, 6);
+    }
+  }
+  _tile_stored(0, out, ROW);
+  if constexpr (V > 1) _tile_stored(1, out + 1, ROW);
+  if constexpr (V > 2) _tile_stored(2, out + 2, ROW);
+  if constexpr (V > 2) _tile_stored(3, out + 3, ROW);
+  settle_memory();
+}
+
+// sums[r][c] += sum over pairs of rows of weights[r][pair] * values[pair][c], for 16 rows and C of
+// `width` vectors of channels. Rows of weights are `stride` bytes apart; `pairs` is a multiple of 16.
+template <int C>
+inline void tile_sums(const uint32_t* weights, int64_t stride, const Ints* values, int64_t width,
+                      int64_t pairs, Floats* sums) {
+  const int64_t row = width * sizeof(Ints);
+  settle_memory();
+  _tile_loadd(0, sums, row);
+  if constexpr (C > 1) _tile_loadd(1, sums + 1, row);
+  for (int64_t s = 0; s < pairs; s += SIDE, values += SIDE * width) {
+    _tile_loadd(4, weights + s, stride);
+    _tile_loadd(5, values, row);
+    _tile_dpbf16ps(0, 4, 5);
+    if constexpr (C > 1) {
+      _tile_loadd(6, values + 1, row);
+      _tile_dpbf16ps(1, 4, 6);
+    }
+  }
+  _tile_stored(0, sums, row);
+  if constexpr (C > 1) _tile_stored(1, sums + 1, row);
+  settle_memory();
+}
+
+// Turns 16 vectors, `step` from one to the next, so that lanes become rows of `stride` 32-bit words.
+inline void transpose(const Ints* from, int64_t step, uint32_t* to, int64_t stride) {
+  __m512i a[SIDE], b[SIDE];
+  for (int i = 0; i < SIDE; ++i) a[i] = (__m512i)from[i * step];
+  for (int i = 0; i < SIDE; i += 2) {
+    b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
+    b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
+  }
+  for (int i = 0; i < SIDE; i += 4) {
+    for (int j = 0; j < 2; ++j) {
+      a[i + 2 * j] = _mm512_unpacklo_epi64(b[i + j], b[i + 2 + j]);
+      a[i + 2 * j + 1] = _mm512_unpackhi_epi64(b[i + j], b[i + 2 + j]);
+    }
+  }
+  // Now a[4 * i + j] has, in each quarter q, the words that vectors 4i to 4i + 3 have in lane 4q + j.
+  for (int j = 0; j < 4; ++j) {
+    const __m512i front = _mm512_shuffle_i32x4(a[j], a[4 + j], 0x88);
+    const __m512i front_odd = _mm512_shuffle_i32x4(a[j], a[4 + j], 0xdd);
+    const __m512i back = _mm512_shuffle_i32x4(a[8 + j], a[12 + j], 0x88);
+    const __m512i back_odd = _mm512_shuffle_i32x4(a[8 + j], a[12 + j], 0xdd);
+    const __m512i rows[4] = {
+        _mm512_shuffle_i32x4(front, back, 0x88), _mm512_shuffle_i32x4(front_odd, back_odd, 0x88),
+        _mm512_shuffle_i32x4(front, back, 0xdd), _mm512_shuffle_i32x4(front_odd, back_odd, 0xdd)};
+    for (int q = 0; q < 4; ++q) _mm512_storeu_si512(to + (4 * q + j) * stride, rows[q]);
+  }
+}
+
+// Pairs of bf16 whose matrices are multiplied on tiles.
+struct Tiles : Pairs {
+  static constexpr int64_t STEP = 2 * SIDE;
+};
+
+}  // namespace kvb
+
+#endif
