@@ -170,7 +170,8 @@ def test_dtypes_that_the_kernels_do_not_read_are_left_to_pytorch():
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("beside", [False, True])
 @pytest.mark.parametrize(
-    "shape", [(3, 2, 7, 1, 513, 64), (3, 2, 3, 40, 333, 66), (3, 1, 5, 33, 400, 7)]
+    "shape",
+    [(3, 2, 7, 1, 513, 64), (3, 2, 3, 40, 333, 66), (3, 1, 5, 33, 400, 7), (3, 1, 5, 33, 400, 64)],
 )
 def test_rows_that_lie_elsewhere_change_no_bit(shape, beside, dtype, device):
     """Each session has other rows before its own, one has none; the numbers are as if together."""
