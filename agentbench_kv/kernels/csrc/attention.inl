@@ -98,17 +98,6 @@ class AttendBlock {
   }
 
   void run() {
-#ifdef KVB_TILES
-    if constexpr (std::is_same<Kind, Tiles>::value) {
-      const UseTiles use;
-      return pass();
-    }
-#endif
-    pass();
-  }
-
- private:
-  void pass() {
     int64_t begin = length_, end = 0;
     for (int64_t s = 0; s < strips_; ++s) {
       begin = smaller(begin, state_[s].begin);
@@ -128,6 +117,7 @@ class AttendBlock {
     for (int64_t s = 0; s < strips_; ++s) write(state_[s], sums_.get() + s * STRIP * width_);
   }
 
+ private:
   const char* row_at(const char* shared, const Rows& own, int64_t index) const {
     if (index >= before_.rows) return own.at(index - before_.rows);
     return shared + place_.head * before_.head + index * job_.head_dim * size_of(job_.dtype);
@@ -223,7 +213,8 @@ class AttendBlock {
     Floats* sums = sums_.get() + s * STRIP * width_;
     const Query* queries = packed_.get() + s * depth_ * V;
     const int64_t used = smaller(count, strip.end - first);
-    multiply(queries, first, used);
+    products_of_kind<Kind, V, false>(pointers_.get(), used, queries, depth_, job_.scale,
+                                     floats_.get(), logits_.get());
     if (first < strip.common_begin || first + used > strip.common_end) hide(strip, first, used);
     exponentiate(strip, used, sums);
     const int64_t whole = steps_of(used) * Kind::STEP;
@@ -232,35 +223,6 @@ class AttendBlock {
   }
 
   static int64_t steps_of(int64_t rows) { return ceil_div(rows, Kind::STEP); }
-
-  // The logits of a tile's first `count` keys.
-  void multiply(const Query* queries, int64_t first, int64_t count) {
-#ifdef KVB_TILES
-    if constexpr (std::is_same<Kind, Tiles>::value) {
-      for (int64_t k = 0; k < count; k += SIDE) {
-        const char* keys = reinterpret_cast<const char*>(pointers_[k]);
-        int64_t stride = keys_.row;
-        if (k + SIDE > count || first + k < before_.rows) {
-          keys = gather(k, smaller(SIDE, count - k));
-          stride = depth_ * 4;
-        }
-        tile_products<V>(keys, stride, queries, depth_, logits_.get() + k * V);
-      }
-      for (int64_t i = 0; i < count * V; ++i) logits_[i] *= job_.scale;
-      return;
-    }
-#endif
-    all_products<Kind, V, false>(pointers_.get(), count, queries, depth_, job_.scale,
-                                 logits_.get());
-  }
-
-  // Up to 16 keys from `k` on, one behind the other, and zeros.
-  const char* gather(int64_t k, int64_t count) {
-    float* to = floats_.get();
-    for (int64_t i = 0; i < count; ++i) memcpy(to + i * depth_, pointers_[k + i], depth_ * 4);
-    std::fill(to + count * depth_, to + LANES * depth_, 0.0f);
-    return reinterpret_cast<const char*>(to);
-  }
 
   // Adds the values of `steps` times CHANNELS keys, weighed by what has become of the logits.
   void weigh_values(int64_t rows, int64_t steps, Floats* sums) {
@@ -386,6 +348,7 @@ void attend(const kvb_attend& job, int32_t threads) {
   parallel_for(each * blocks, work, threads, [&](int64_t i) {
     // The last rows see most: who begins with them ends with small blocks.
     const int64_t first = (blocks - 1 - i / each) * size;
+    [[maybe_unused]] const Using<Kind> use;
     AttendBlock<Kind, V>(job, place(job.shape, i % each), first, smaller(size, rows - first)).run();
   });
 }
@@ -402,7 +365,7 @@ void attend_by_width(const kvb_attend& job, int32_t threads) {
 
 extern "C" int kvb_attention(const kvb_attend* job, int32_t threads, void*) {
 #ifdef KVB_TILES
-  if (job->dtype == KVB_BF16 && job->head_dim % (2 * kvb::SIDE) == 0 && kvb::may_use_tiles()) {
+  if (job->dtype == KVB_BF16 && job->head_dim % kvb::Tiles::STEP == 0 && kvb::may_use_tiles()) {
     kvb::attend_by_width<kvb::Tiles>(*job, threads);
     return 0;
   }

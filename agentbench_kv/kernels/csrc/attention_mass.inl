@@ -6,12 +6,14 @@
 
 #ifndef KVB_DEVICE
 
+#include "tiles.h"
+
 namespace kvb {
 
 constexpr int64_t TILE = 384;  // keys whose logits are made at a time
 
-// One KV head's scoring: what all its strips share. `Kind` says how products are made: of floats,
-// or of pairs of bf16.
+// One KV head's scoring: what all its strips share. `Kind` says how products are made: of floats, or
+// of pairs of bf16, on the processor's tiles or not.
 template <class Kind>
 class MassHead {
   typedef typename Kind::Key Key;
@@ -28,7 +30,9 @@ class MassHead {
         depth_(job.head_dim / Kind::CHANNELS),
         exponentials_(length_ * WIDE),
         packed_(depth_ * WIDE * merge_.merged),
-        floats_(job.key_dtype == KVB_F32 ? 0 : TILE * head_dim_),
+        floats_(std::is_same<Key, uint32_t>::value ? LANES * depth_
+                : job.key_dtype == KVB_F32         ? 0
+                                                   : TILE * head_dim_),
         maxima_(ceil_div(length_, TILE) * WIDE),
         pointers_(TILE),
         column_(length_) {
@@ -138,10 +142,12 @@ class MassHead {
     for (int64_t k = 0; k < count; ++k) pointers_[k] = key_row(keys_.at(first + k), k);
     const float scale = 1.0f / std::sqrt(static_cast<float>(head_dim_));
     Floats* out = exponentials_.get() + first * V;
-    all_products<Kind, V, false>(pointers_.get(), count, packed_.get(), depth_, scale, out);
+    products_of_kind<Kind, V, false>(pointers_.get(), count, packed_.get(), depth_, scale,
+                                     floats_.get(), out);
     for (int32_t g = 1; g < merge_.merged; ++g) {
       const Query* queries = packed_.get() + g * depth_ * V;
-      all_products<Kind, V, true>(pointers_.get(), count, queries, depth_, scale, out);
+      products_of_kind<Kind, V, true>(pointers_.get(), count, queries, depth_, scale,
+                                      floats_.get(), out);
     }
   }
 
@@ -226,6 +232,7 @@ void mass_of_heads(const kvb_mass& job, int32_t threads) {
   const int64_t items = places(job.shape);
   const int64_t work = items * job.group * job.n * job.length * job.head_dim;
   parallel_for(items, work, threads, [&](int64_t i) {
+    [[maybe_unused]] const Using<Kind> use;
     MassHead<Kind>(job, place(job.shape, i), job.mass + i * outputs * job.length).run();
   });
 }
@@ -237,6 +244,12 @@ extern "C" int64_t kvb_attention_mass_workspace(const kvb_mass*) { return 0; }
 extern "C" int kvb_attention_mass(const kvb_mass* job, int32_t threads, void*) {
 #ifdef __AVX512BF16__
   const bool halves = job->query_dtype == KVB_BF16 && job->key_dtype == KVB_BF16;
+#ifdef KVB_TILES
+  if (halves && job->head_dim % kvb::Tiles::STEP == 0 && kvb::may_use_tiles()) {
+    kvb::mass_of_heads<kvb::Tiles>(*job, threads);
+    return 0;
+  }
+#endif
   if (halves && job->head_dim % 2 == 0) {
     kvb::mass_of_heads<kvb::Pairs>(*job, threads);
     return 0;

@@ -138,6 +138,67 @@ struct Tiles : Pairs {
   static constexpr int64_t STEP = 2 * SIDE;
 };
 
+// Bytes from each of 16 rows to the next; 0 if they do not lie at equal distances.
+inline int64_t spacing(const uint32_t* const* rows) {
+  const int64_t stride = rows[1] - rows[0];
+  for (int64_t i = 2; i < SIDE; ++i) {
+    if (rows[i] - rows[i - 1] != stride) return 0;
+  }
+  return stride * static_cast<int64_t>(sizeof **rows);
+}
+
+// all_products on tiles. `few` has room for 16 keys, where those go that do not lie in a row.
+template <int V, bool MERGE>
+inline void all_tile_products(const uint32_t* const* keys, int64_t count, const Ints* queries,
+                              int64_t depth, float scale, uint32_t* few, Floats* out) {
+  Floats products[SIDE * V];
+  for (int64_t k = 0; k < count; k += SIDE) {
+    const int64_t here = smaller(SIDE, count - k);
+    const char* rows = reinterpret_cast<const char*>(keys[k]);
+    int64_t stride = here == SIDE ? spacing(keys + k) : 0;
+    if (!stride) {
+      for (int64_t i = 0; i < here; ++i) memcpy(few + i * depth, keys[k + i], depth * 4);
+      std::fill(few + here * depth, few + SIDE * depth, 0u);
+      rows = reinterpret_cast<const char*>(few);
+      stride = depth * 4;
+    }
+    tile_products<V>(rows, stride, queries, depth, products);
+    for (int64_t i = 0; i < here * V; ++i) {
+      Floats& place = out[k * V + i];
+      place = MERGE ? larger(place, products[i] * scale) : products[i] * scale;
+    }
+  }
+}
+
 }  // namespace kvb
 
 #endif
+
+namespace kvb {
+
+// What a thread holds while it multiplies by a kind.
+template <class Kind>
+struct Using {
+  Using() {}
+};
+#ifdef KVB_TILES
+template <>
+struct Using<Tiles> : UseTiles {};
+#endif
+
+// all_products of whichever kind; `few` as above.
+template <class Kind, int V, bool MERGE>
+inline void products_of_kind(const typename Kind::Key* const* keys, int64_t count,
+                             const typename Kind::Query* queries, int64_t depth, float scale,
+                             [[maybe_unused]] void* few, Floats* out) {
+#ifdef KVB_TILES
+  if constexpr (std::is_same<Kind, Tiles>::value) {
+    all_tile_products<V, MERGE>(keys, count, queries, depth, scale, static_cast<uint32_t*>(few),
+                                out);
+    return;
+  }
+#endif
+  all_products<Kind, V, MERGE>(keys, count, queries, depth, scale, out);
+}
+
+}  // namespace kvb
