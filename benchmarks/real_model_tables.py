@@ -150,12 +150,19 @@ def write(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
         file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
-def arms(path: Path, least: int = 0, without: Sequence[str] = ()) -> list[Played]:
-    """Read the arms of so many sessions at least, on those sessions that all of them have."""
+def arms(
+    path: Path, least: int = 0, without: Sequence[str] = (), budgets: Sequence[int] = ()
+) -> list[Played]:
+    """Read the arms of so many sessions at least, on those sessions that all of them have.
+
+    Of some budgets only, if any are given; full has none.
+    """
     found = [
         arm
         for arm in all_arms(path)
-        if len(arm.events) >= least and not any(word in arm.method for word in without)
+        if len(arm.events) >= least
+        and not any(word in arm.method for word in without)
+        and (not budgets or arm.budget in (0, *budgets))
     ]
     shared = set.intersection(*(set(arm.events) for arm in found))
     if not shared:
@@ -524,7 +531,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--base", default="agentkv")
     parser.add_argument("--figure", action="append", default=[])
-    parser.add_argument("--budget", action="append", type=int, default=[])
+    parser.add_argument("--budget", action="append", type=int, default=[], help="only these")
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--title", default="")
     parser.add_argument("--against", type=Path)
@@ -543,7 +550,7 @@ def main() -> None:
         write(given.out, rows)
         print(f"{len(rows)} records")
         return
-    read = partial(arms, given.path, given.least, given.without)
+    read = partial(arms, given.path, given.least, given.without, given.budget)
     verbs: dict[str, Callable[[], Iterator[str]]] = {
         "fidelity": lambda: chain(
             fidelity(read(), given.base, given.digits), [""], parts(read(), given.digits)
