@@ -147,7 +147,8 @@ inline int64_t spacing(const uint32_t* const* rows) {
   return stride * static_cast<int64_t>(sizeof **rows);
 }
 
-// all_products on tiles. `few` has room for 16 keys, where those go that do not lie in a row.
+// all_products on tiles. `few` has room for 16 keys, where those go that do not lie in a row; what the
+// room holds beyond them is multiplied, too, and left out.
 template <int V, bool MERGE>
 inline void all_tile_products(const uint32_t* const* keys, int64_t count, const Ints* queries,
                               int64_t depth, float scale, uint32_t* few, Floats* out) {
@@ -158,7 +159,6 @@ inline void all_tile_products(const uint32_t* const* keys, int64_t count, const 
     int64_t stride = here == SIDE ? spacing(keys + k) : 0;
     if (!stride) {
       for (int64_t i = 0; i < here; ++i) memcpy(few + i * depth, keys[k + i], depth * 4);
-      std::fill(few + here * depth, few + SIDE * depth, 0u);
       rows = reinterpret_cast<const char*>(few);
       stride = depth * 4;
     }
