@@ -315,7 +315,7 @@ class WorkerPool:
     """A worker that answers the commands of `module_file`, each in a process forked from it.
 
     Any number of requests may run at a time. `{scratch}` in a value of `environment` becomes the
-    worker's own scratch folder. It starts with the first request, and anew after it has ended.
+    worker's own `scratch` folder. It starts with the first request, and anew after it has ended.
     """
 
     def __init__(
@@ -332,9 +332,9 @@ class WorkerPool:
         self._environment = dict(environment or {})
         self._limits = limits or Limits()
         self._timing = timing or WorkerTiming()
-        self._scratch = Path(tempfile.mkdtemp(prefix="kvbench-worker-"))
+        self.scratch = Path(tempfile.mkdtemp(prefix="kvbench-worker-"))
         # At the end of the process too, if an interrupt came before somebody could close this.
-        self._delete = weakref.finalize(self, shutil.rmtree, self._scratch, ignore_errors=True)
+        self._delete = weakref.finalize(self, shutil.rmtree, self.scratch, ignore_errors=True)
         self._process: WorkerProcess | None = None
         self._failed_starts = 0  # in a row
         self._starting = threading.Lock()
@@ -394,11 +394,11 @@ class WorkerPool:
         }
         command = (str(self._python), str(_CHILD))
         return WorkerProcess(
-            command, config, self._scratch, self._process_environment(), self._timing
+            command, config, self.scratch, self._process_environment(), self._timing
         )
 
     def _process_environment(self) -> dict[str, str]:
-        scratch = str(self._scratch)
+        scratch = str(self.scratch)
         switches = (
             "PYTHONUTF8", "PYTHONSAFEPATH", "PYTHONNOUSERSITE", "PYTHONDONTWRITEBYTECODE",
             "HF_HUB_OFFLINE",

@@ -19,7 +19,7 @@ from agentbench_kv.errors import KVBenchError
 
 INTERRUPTED = 130
 _ENDING = (
-    "kvbench: interrupted: cancelling the trials under way, of which nothing is kept; the same "
+    "kvbench: interrupted: cancelling the trials under way, of which nothing is recorded; the same "
     "command goes on where this one stopped (interrupt again to end at once)\n"
 )
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -1,12 +1,15 @@
 """Memories of plain text: what a bank was told it finds, no other bank does, and it forgets.
 
+What is packed is found again by a later store, which goes on from it.
+
 The package is the real one, in its environment; a server on this machine plays model and encoder.
 """
 
 from __future__ import annotations
 
+import io
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from http.server import ThreadingHTTPServer
@@ -16,6 +19,7 @@ from agentbench_kv.adapters.base import PastSession
 from agentbench_kv.conformance import CheckResult
 from agentbench_kv.environments import list_environments
 from agentbench_kv.environments.memory_probe import FACTS, QUESTION, SIZE, Handler
+from agentbench_kv.gateway.recall import Recollection
 from agentbench_kv.memories.store import PackageStore
 from agentbench_kv.methods.memory.plain import PlainMemory
 
@@ -43,8 +47,18 @@ def check_plain_memory(method: PlainMemory) -> list[CheckResult]:
         store.add("other", "s2", PastSession([], []))
         found = store.search("one", "s1", QUESTION)
         elsewhere = store.search("other", "s2", QUESTION)
+        packed = io.BytesIO()
+        store.pack("one", packed)
+        store.add("one", "s1", replace(past, numbers=[None, 8]))
+        both = store.search("one", "s1", QUESTION)
         store.drop("one")
         afterwards = store.search("one", "s1", QUESTION)
+    packed.seek(0)
+    with _served(Handler) as url, PackageStore(small, url, "scripted", SIZE) as store:
+        store.unpack("later", packed)
+        again = store.search("later", "s1", QUESTION)
+        store.add("later", "s1", replace(past, numbers=[None, 8]))
+        goes_on = store.search("later", "s1", QUESTION)
     with _served(_Silent) as url, PackageStore(small, url, "scripted", SIZE) as store:
         lost = store.add("one", "s1", past)
         nothing = store.search("one", "s1", QUESTION)
@@ -55,9 +69,16 @@ def check_plain_memory(method: PlainMemory) -> list[CheckResult]:
         CheckResult("names the messages", named == {7}, f"named {sorted(named)}"),
         CheckResult("another bank knows nothing of it", not elsewhere),
         CheckResult("forgets", not afterwards),
+        CheckResult("is the same unpacked", {*again} == {*found}, _differing(again, found)),
+        CheckResult("and goes on", {*goes_on} == {*both}, _differing(goes_on, both)),
         CheckResult("an answer of no use leaves nothing", not nothing, f"found {nothing}"),
         CheckResult("and is counted", lost == 1, f"{lost} parts lost"),
     ]
+
+
+def _differing(found: Sequence[Recollection], wanted: Sequence[Recollection]) -> str:
+    differing = sorted(each.text for each in {*found} ^ {*wanted})
+    return f"not in both: {differing}" if differing else ""
 
 
 @contextmanager

@@ -6,11 +6,12 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from agentbench_kv.adapters.base import PastSession, Recalled
 from agentbench_kv.gateway.base import AnyGateway
+from agentbench_kv.gateway.checkpoints import Checkpoints, PackingStore, Telling
 from agentbench_kv.gateway.memory import ASIDE, Memories, Remembered
 from agentbench_kv.gateway.messages import Message, text_of
 from agentbench_kv.gateway.session import UnknownSessionError
@@ -26,7 +27,7 @@ class Recollection:
     messages: tuple[int, ...] = ()
 
 
-class MemoryStore(Protocol):
+class MemoryStore(PackingStore, Protocol):
     """A memory of plain text. Banks know nothing of each other; errors are `WorkerError`s."""
 
     def add(self, bank: str, session: str, past: PastSession) -> int:
@@ -40,10 +41,6 @@ class MemoryStore(Protocol):
         """Return what is to be put before a message, best first."""
         ...
 
-    def drop(self, bank: str) -> None:
-        """Forget all of a bank."""
-        ...
-
 
 @dataclass(frozen=True)
 class _Search:
@@ -55,26 +52,44 @@ class _Search:
 
 
 class PlainMemories(Memories):
-    """What a store keeps; the run's own model writes it, in a session of each bank."""
+    """What a store keeps; the run's own model writes it, in a session of each past session.
 
-    def __init__(self, gateway: AnyGateway, store: MemoryStore) -> None:
+    With `checkpoints` a bank is kept behind every past session, and a later bank of the same trial
+    goes on from there. What a past session takes, and what comes of it, hang on no interruption:
+    the model's cache is empty when it begins.
+    """
+
+    def __init__(
+        self, gateway: AnyGateway, store: MemoryStore, checkpoints: Checkpoints | None = None
+    ) -> None:
         super().__init__()
         self._gateway = gateway
         self._store = store
+        self._checkpoints = checkpoints
+        self._told: dict[str, Telling] = {}  # by bank
         self._searches: dict[str, dict[int, _Search]] = defaultdict(dict)  # by message
 
     def remember(self, session: str, past: PastSession) -> Remembered:
-        """Have the store take in a past session.
+        """Have the store take in a past session, unless a checkpoint holds it.
 
         Tokens and calls are those of the model that writes what is kept; an encoder's are not
-        counted, its seconds are.
+        counted, its seconds are. UsageError if a checkpoint holds another past.
         """
         started, bank = time.perf_counter(), self._bank_for(session)
-        calls, tokens = self._asked(bank)
-        failed = self._store.add(bank, ASIDE + bank, past)
-        now_calls, now_tokens = self._asked(bank)
-        seconds = time.perf_counter() - started
-        return Remembered(now_calls - calls, now_tokens - tokens, seconds, failed)
+        told = self._telling(bank)
+        if (held := told.find(past)) is not None:
+            return replace(held, files=1, files_s=time.perf_counter() - started)
+        try:
+            failed = self._store.add(bank, ASIDE + bank, past)
+        finally:
+            calls, tokens = self._asked(bank)
+        took = Remembered(calls, tokens, time.perf_counter() - started, failed)
+        # What was told while the run came to its end may have failed for that.
+        self._gateway.check()
+        told.add(past, took)
+        if self._checkpoints is not None:
+            self._checkpoints.save(bank, self._store, told.taken)
+        return took
 
     def share(self, session: str, other: str) -> None:
         super().share(session, other)
@@ -89,6 +104,8 @@ class PlainMemories(Memories):
         query = text_of(messages[last].get("content"))
         known = searches.get(last)
         if messages[last].get("role") == "user" and (known is None or known.query != query):
+            if bank in self._told:
+                self._told[bank].check_ended()
             started = time.perf_counter()
             found = tuple(self._store.search(bank, ASIDE + bank, query))
             searches[last] = _Search(query, found, time.perf_counter() - started)
@@ -116,12 +133,20 @@ class PlainMemories(Memories):
     def _free(self, bank: str) -> None:
         with suppress(UnknownSessionError):
             self._gateway.close_report(ASIDE + bank)
+        self._told.pop(bank, None)
         self._store.drop(bank)
 
+    def _telling(self, bank: str) -> Telling:
+        if bank not in self._told:
+            kept = self._checkpoints
+            held = [] if kept is None else kept.load(bank, self._store)
+            self._told[bank] = Telling(held, None if kept is None else kept.path(bank))
+        return self._told[bank]
+
     def _asked(self, bank: str) -> tuple[int, int]:
-        """Return how often, and for how many tokens, the model was asked for a bank."""
+        """End the session in which the model was asked; return how often, for how many tokens."""
         try:
-            turns = self._gateway.report(ASIDE + bank).turns
+            turns = self._gateway.close_report(ASIDE + bank).turns
         except UnknownSessionError:
             return 0, 0
         return len(turns), sum(turn.prefill_tokens + turn.output_tokens for turn in turns)

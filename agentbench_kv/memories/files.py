@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
-from pathlib import Path
+from importlib.metadata import distributions
+from typing import Any
 
 SESSION_HEADER = "X-KVBench-Session"
 ANSWER_S = 3600.0  # a small machine may write for long; the trial has a time limit of its own
@@ -22,6 +21,6 @@ def is_models_doing(error: BaseException | None) -> bool:
     return not isinstance(error, OpenAIError)
 
 
-def folder_of(bank: str) -> Path:
-    """Return a bank's folder in the worker's scratch; a bank's name may hold anything."""
-    return Path(os.environ["KVBENCH_MEMORY"]) / hashlib.sha256(bank.encode()).hexdigest()[:32]
+def versions(_: Any) -> dict[str, str]:
+    """Return the version of every package in the environment."""
+    return {each.metadata["Name"]: each.version for each in distributions()}

@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from .files import ANSWER_S, SESSION_HEADER, folder_of, is_models_doing
+from .files import ANSWER_S, SESSION_HEADER, is_models_doing, versions
 
 _NEVER = datetime(1970, 1, 1, tzinfo=UTC)  # of a session that says not when it was
 
@@ -27,7 +27,7 @@ def setup(_: Any) -> dict[str, Callable[[Any], Any]]:
     import graphiti_core.llm_client.openai_generic_client
     import graphiti_core.search.search_config_recipes  # noqa: F401
 
-    return {"add": add, "search": search, "drop": drop}
+    return {"add": add, "search": search, "versions": versions}
 
 
 def add(request: Any) -> dict[str, Any]:
@@ -51,10 +51,6 @@ def search(request: Any) -> list[dict[str, Any]]:
     return asyncio.run(_found(request.args))
 
 
-def drop(request: Any) -> None:
-    shutil.rmtree(folder_of(request.args["bank"]), ignore_errors=True)
-
-
 async def _added(args: dict[str, Any]) -> None:
     graph = await _opened(args)
     when = datetime.fromisoformat(args["when"]).replace(tzinfo=UTC) if args["when"] else _NEVER
@@ -65,7 +61,7 @@ async def _added(args: dict[str, Any]) -> None:
         source_description="conversation",
         reference_time=when,
     )
-    with (folder_of(args["bank"]) / "episodes.jsonl").open("a", encoding="utf-8") as file:
+    with (Path(args["folder"]) / "episodes.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps([made.episode.uuid, args["numbers"]]) + "\n")
 
 
@@ -79,7 +75,7 @@ async def _found(args: dict[str, Any]) -> list[dict[str, Any]]:
     # The store's word search takes `?` and `*` for wildcards: a question would find nothing.
     words = " ".join(re.findall(r"\w+", args["query"]))
     found = await graph.search_(words, config=wanted)
-    told = _episodes(folder_of(args["bank"]))
+    told = _episodes(Path(args["folder"]))
     facts = [
         {
             "text": f"{each.fact}{_period(each)}",
@@ -130,7 +126,7 @@ async def _opened(args: dict[str, Any]) -> Any:
         async def rank(self, query: str, passages: list[str]) -> list[tuple[str, float]]:
             raise NotImplementedError
 
-    folder = folder_of(args["bank"])
+    folder = Path(args["folder"])
     indexed = folder / "indexed"
     if not indexed.exists():  # new, or left behind half made
         shutil.rmtree(folder, ignore_errors=True)

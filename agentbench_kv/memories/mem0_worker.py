@@ -6,11 +6,11 @@ Standard library and Mem0 only: the environment does not have agentbench_kv.
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from .files import ANSWER_S, SESSION_HEADER, folder_of, is_models_doing
+from .files import ANSWER_S, SESSION_HEADER, is_models_doing, versions
 
 _USER = "past"  # one for a bank: who said what stands in the texts
 
@@ -18,7 +18,7 @@ _USER = "past"  # one for a bank: who said what stands in the texts
 def setup(_: Any) -> dict[str, Callable[[Any], Any]]:
     import mem0  # noqa: F401  before the processes of the requests are forked
 
-    return {"add": add, "search": search, "drop": drop}
+    return {"add": add, "search": search, "versions": versions}
 
 
 def add(request: Any) -> dict[str, Any]:
@@ -60,15 +60,11 @@ def search(request: Any) -> list[dict[str, Any]]:
     ]
 
 
-def drop(request: Any) -> None:
-    shutil.rmtree(folder_of(request.args["bank"]), ignore_errors=True)
-
-
 def _opened(args: dict[str, Any]) -> Any:
     """Return a bank's memory, whose model and encoder are the server's."""
     from mem0 import Memory
 
-    folder = folder_of(args["bank"])
+    folder = Path(args["folder"])
     folder.mkdir(exist_ok=True)
     server = {"openai_base_url": args["url"], "api_key": "none"}
     writes = {"temperature": 0.0, "max_tokens": args["write_tokens"]}

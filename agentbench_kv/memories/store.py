@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import shutil
+import tarfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import IO, Any, Self
 
 from agentbench_kv.adapters.base import Message, PastSession
 from agentbench_kv.adapters.worker import Limits, WorkerPool
@@ -25,7 +28,6 @@ _ENVIRONMENT = {
     "GRAPHITI_TELEMETRY_ENABLED": "false",
     # A session answers one request at a time.
     "SEMAPHORE_LIMIT": "1",
-    "KVBENCH_MEMORY": "{scratch}",
 }
 
 
@@ -78,7 +80,21 @@ class PackageStore:
         return [Recollection(each["text"], tuple(each["messages"])) for each in found]
 
     def drop(self, bank: str) -> None:
-        self._call("drop", bank, "", {})
+        shutil.rmtree(self._folder(bank), ignore_errors=True)
+
+    def versions(self) -> Mapping[str, str]:
+        found: dict[str, str] = self._pool.call("versions")
+        return found
+
+    def pack(self, bank: str, file: IO[bytes]) -> None:
+        # Between two requests no process has the bank's files open.
+        with tarfile.open(fileobj=file, mode="w|") as archive:
+            if (folder := self._folder(bank)).is_dir():
+                archive.add(folder, ".")
+
+    def unpack(self, bank: str, file: IO[bytes]) -> None:
+        with tarfile.open(fileobj=file, mode="r|") as archive:
+            archive.extractall(self._folder(bank), filter="data")
 
     def _warn(self, failure: str) -> None:
         """Say once what a package stumbled over; the run counts the others."""
@@ -100,5 +116,9 @@ class PackageStore:
             yield [message for message, _ in part], [number for _, number in part]
 
     def _call(self, command: str, bank: str, session: str, args: dict[str, Any]) -> Any:
-        given = {**self._about, **args, "bank": bank, "session": session}
+        given = {**self._about, **args, "folder": str(self._folder(bank)), "session": session}
         return self._pool.call(command, given)
+
+    def _folder(self, bank: str) -> Path:
+        """Return where a bank's files are; a bank's name may hold anything."""
+        return self._pool.scratch / hashlib.sha256(bank.encode()).hexdigest()[:32]

@@ -12,9 +12,9 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import fsspec
 
@@ -74,15 +74,30 @@ def write_atomic(path: Path, data: bytes) -> None:
         with writing(path):
             path.write_bytes(data)
         return
+    with replacing(path) as file:
+        file.write(data)
+
+
+@contextlib.contextmanager
+def replacing(
+    path: Path,
+    holding: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+) -> Iterator[IO[bytes]]:
+    """Write a file in the block that takes the place of `path` when the block ends without error.
+
+    As `write_atomic`, for what is written piece by piece; only the change of places, at the end,
+    is within `holding`.
+    """
     writer = f"{pid_space()}.{os.getpid()}.{threading.get_ident()}"
     temporary = path.with_name(f".{path.name}.{writer}.tmp")
     with writing(path):
         try:
             with temporary.open("wb") as file:
-                file.write(data)
+                yield file
                 file.flush()
                 os.fsync(file.fileno())
-            temporary.replace(path)
+            with holding():
+                temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)
         _sync_folder(path.parent)
@@ -154,7 +169,7 @@ def sweep(folder: Path, age_s: float) -> None:
     Whether a process of another machine that shares the folder is alive, nobody here can tell.
     """
     for path in folder.glob(".*.tmp"):
-        parts = path.name.rsplit(".", 4)  # as `write_atomic` makes them
+        parts = path.name.rsplit(".", 4)  # as `replacing` makes them
         with contextlib.suppress(OSError):
             dead = len(parts) == 5 and parts[1] == pid_space() and _is_dead(parts[2])
             if dead or time.time() - path.stat().st_mtime >= age_s:

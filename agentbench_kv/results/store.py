@@ -1,7 +1,8 @@
 """The folder of runs and the directory of each: claim it, append what finishes, read it back.
 
 `run.json` says what a run is and who writes it; `samples.jsonl` and `turns.jsonl` hold a record a
-line. A reader is given what is whole and told what is odd, whoever may be writing at the time.
+line, `checkpoints` what trials under way have so far. A reader is given what is whole and told what
+is odd, whoever may be writing at the time.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import IO, Any, Self
 
 import msgspec
 from msgspec import Struct
@@ -39,6 +40,7 @@ logger = logging.getLogger(__name__)
 STALE_S = 30.0
 WATCH_S = STALE_S  # how long a heartbeat is watched that this clock cannot judge
 FILE = "run.json"
+CHECKPOINTS = "checkpoints"  # folder
 # Tokens of the runs this very process holds: a restarted container often gets the same pid.
 HELD: set[str] = set()
 
@@ -307,6 +309,33 @@ class RunDir(RunReader):
             files.write_atomic(path, files.json_bytes(data, indent=1))
         return name
 
+    def checkpoint(self, name: str) -> Path:
+        """Return where what a trial under way has so far is, if it has kept anything."""
+        return self.path / CHECKPOINTS / name
+
+    @contextmanager
+    def keeping(self, name: str) -> Iterator[IO[bytes]]:
+        """Write a trial's checkpoint, which replaces the one before when the block ends well.
+
+        Then it survives `kill -9`; raises like `append_trial`.
+        """
+        path = self.checkpoint(name)
+        with files.writing(path):
+            path.parent.mkdir(exist_ok=True)
+        with files.replacing(path, self._writing) as file:
+            yield file
+
+    def checkpoints(self) -> list[str]:
+        """Return the names of the checkpoints that there are."""
+        found = (path.name for path in self.checkpoint("").glob("*"))
+        return sorted(name for name in found if not name.startswith("."))
+
+    def drop_checkpoints(self, names: Iterable[str]) -> None:
+        """Remove checkpoints, if they are there, of trials that have ended."""
+        for path in filter(Path.exists, map(self.checkpoint, names)):
+            with self._writing(), files.writing(path):
+                path.unlink(missing_ok=True)
+
     def annotate(self, provenance: Mapping[str, Any]) -> None:
         """Add provenance that is known only once the engine runs."""
         # In a resumed run the first start's values stay and differences are recorded as changes.
@@ -339,6 +368,8 @@ class RunDir(RunReader):
                 return
             self._stop.set()
         self._beat.join()
+        with contextlib.suppress(OSError):  # absent, or some trial is still to go on
+            self.checkpoint("").rmdir()
         try:
             self._update(status=status, error=error)
         finally:
@@ -555,7 +586,7 @@ class RunStore:
             info = _claimed(path, _plain(spec), _plain(provenance or {}), expected_trials)
             write_info(path, info)
             HELD.add(info.owner)
-            for folder in (path, path / "transcripts"):
+            for folder in (path, path / "transcripts", path / CHECKPOINTS):
                 files.sweep(folder, STALE_S)
         return RunDir(path, info)
 

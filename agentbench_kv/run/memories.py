@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from agentbench_kv.encoders.loading import load_encoder
+from agentbench_kv import __version__
+from agentbench_kv.encoders.loading import encoder_sha, load_encoder
 from agentbench_kv.engines.base import Capability
 from agentbench_kv.environments import python_of
 from agentbench_kv.errors import UsageError
 from agentbench_kv.gateway.base import AnyGateway
+from agentbench_kv.gateway.checkpoints import Checkpoints
 from agentbench_kv.gateway.http import Embedder, ServerSettings
 from agentbench_kv.gateway.recall import PlainMemories
 from agentbench_kv.memories.store import PackageStore
@@ -18,7 +20,9 @@ from agentbench_kv.methods.base import Method
 from agentbench_kv.methods.memory.plain import PlainMemory
 from agentbench_kv.registry import load_task, names
 from agentbench_kv.results.files import sweep, writing
+from agentbench_kv.results.store import RunDir
 from agentbench_kv.run.spec import RunSpec
+from agentbench_kv.run.trial import checkpoint_name
 
 _STALE_S = 86400.0  # of other machines' processes, nobody knows whether they are alive
 
@@ -80,9 +84,31 @@ def server_settings(method: Method) -> ServerSettings:
 
 
 def attach_memory(
-    stack: ExitStack, gateway: AnyGateway, method: PlainMemory, endpoint: str
+    stack: ExitStack,
+    gateway: AnyGateway,
+    method: PlainMemory,
+    endpoint: str,
+    run: RunDir | None = None,
 ) -> None:
-    """Give a gateway a package's memory, which asks the gateway's own model at an endpoint."""
+    """Give a gateway a package's memory, which asks the gateway's own model at an endpoint.
+
+    What it holds of a trial that is interrupted is kept in the run.
+    """
     size = len(load_encoder(method.encoder).encode(["size"])[0])
     store = PackageStore(method, endpoint, gateway.engine.info.model, size)
-    gateway.memories = PlainMemories(gateway, stack.enter_context(store))
+    kept = None
+    if run is not None:
+        kept = Checkpoints(run, checkpoint_name, _conditions(gateway, method))
+    gateway.memories = PlainMemories(gateway, stack.enter_context(store), kept)
+
+
+def _conditions(gateway: AnyGateway, method: PlainMemory) -> dict[str, str]:
+    """Return what a memory depends on that the run's spec does not say."""
+    info = gateway.engine.info
+    return {
+        "kvbench": __version__,
+        "model_sha": info.model_sha,
+        "dtype": info.dtype,
+        "chat_template_sha": str(gateway.provenance()["chat_template_sha"]),
+        "encoder_sha": encoder_sha(method.encoder),
+    }

@@ -39,7 +39,13 @@ from agentbench_kv.run.memories import (
 from agentbench_kv.run.provenance import environment
 from agentbench_kv.run.spec import RunSpec
 from agentbench_kv.run.trained import check_trained, refuse_trained_on
-from agentbench_kv.run.trial import TrialSetup, play_trial, sample_key
+from agentbench_kv.run.trial import (
+    TrialSetup,
+    checkpoint_name,
+    play_trial,
+    sample_key,
+    session_id,
+)
 
 _log = logging.getLogger(__name__)
 # Called with the spec, finished and expected trials, and the trial that just ended; with None when
@@ -135,10 +141,12 @@ def run_one(
                 for sample in samples
                 if (sample.id, trial) not in done
             ]
+            left = [sample for sample, _ in todo]
+            going_on = {checkpoint_name(session_id(spec.id, s.id, trial, 1)) for s, trial in todo}
+            run.drop_checkpoints({*run.checkpoints()} - going_on)
             progress(spec, expected - len(todo), expected, None)
             if todo:
-                left = [sample for sample, _ in todo]
-                with trial_setup(spec, task, left, shelf=shelf) as setup:
+                with trial_setup(spec, task, left, shelf=shelf, run=run) as setup:
                     _play(setup, todo, run, partial(progress, spec), expected)
         return summarize(run)
     finally:
@@ -168,10 +176,12 @@ def trial_setup(
     samples: Sequence[Sample],
     observer: Any = None,
     shelf: EngineShelf | None = None,
+    run: RunDir | None = None,
 ) -> Iterator[TrialSetup]:
     """Start engine, gateway and, if the task needs one, the loopback server.
 
-    An engine from a `shelf` goes back to it.
+    An engine from a `shelf` goes back to it. With a `run`, a memory keeps there what it holds of
+    trials that are interrupted.
     """
     spec = identified(spec)
     scripts = _scripts(spec, task, samples)
@@ -194,7 +204,7 @@ def trial_setup(
             server = BackgroundServer(gateway, concurrency=spec.concurrency, settings=served)
             endpoint = stack.enter_context(server).url
         if isinstance(method, PlainMemory) and endpoint is not None:
-            attach_memory(stack, gateway, method, endpoint)
+            attach_memory(stack, gateway, method, endpoint, run)
         foretold = spec.built_method.foresees
         yield TrialSetup(spec, task, engine, gateway, endpoint, foretold)
 

@@ -96,6 +96,8 @@ def play_trial(setup: TrialSetup, run: RunDir, sample: Sample, trial: int) -> Tr
         record = _record(run, sample, attempt, number)
         if record.status not in _AGAIN:
             break
+    if record.finished:
+        run.drop_checkpoints([checkpoint_name(attempt.context.session)])
     return record
 
 
@@ -143,6 +145,12 @@ def play_session(setup: TrialSetup, sample: Sample, trial: int, attempt: int = 1
 def session_id(run: str, sample: str, trial: int, attempt: int) -> str:
     """Name the session of one attempt at a trial; fit for an HTTP header."""
     return f"{run}|{trial}|{attempt}|{sample_key(sample)}"
+
+
+def checkpoint_name(session: str) -> str:
+    """Name what is kept of a trial under way, from the session of any attempt at it."""
+    _, trial, _, key = session.rsplit("|", 3)
+    return f"t{trial}-{key}.gz"
 
 
 def sample_key(sample: str) -> str:

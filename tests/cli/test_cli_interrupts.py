@@ -158,7 +158,7 @@ def test_the_first_signal_says_what_it_does_and_ends_in_order(
     out, err = child.communicate(timeout=LONG)
     assert (child.returncode, out) == (130, "ending\n")
     assert err.count("\n") == 1
-    assert "of which nothing is kept; the same command goes on" in err
+    assert "of which nothing is recorded; the same command goes on" in err
 
 
 @pytest.mark.parametrize("child", [["slow"]], indirect=True)

@@ -11,16 +11,17 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from parrot import Parrot, past
 
-from agentbench_kv.adapters.base import PastSession
 from agentbench_kv.encoders.words import HashedWords
 from agentbench_kv.engines.base import EngineOptions
 from agentbench_kv.engines.embedded.engine import EmbeddedEngine
-from agentbench_kv.gateway import Gateway, Options, open_gateway
+from agentbench_kv.gateway import Gateway, open_gateway
 from agentbench_kv.gateway.client import InProcessClient
 from agentbench_kv.gateway.http import BackgroundServer, Embedder, ServerSettings
 from agentbench_kv.gateway.memory import ASIDE, shares
-from agentbench_kv.gateway.recall import PlainMemories, Recollection
+from agentbench_kv.gateway.recall import PlainMemories
+from agentbench_kv.gateway.session import TurnInfo
 from agentbench_kv.registry import make_method
 
 ROWS = st.lists(st.lists(st.integers(0, 40), min_size=5, max_size=5, unique=True), max_size=4)
@@ -40,52 +41,16 @@ def test_shares_by_brute_force(rows: list[list[int]], places: dict[int, tuple[in
         assert all(0.0 <= share <= 1.0 for share in wanted)
 
 
-class Parrot:
-    """Keeps every message word for word and finds those that share a word with a query."""
-
-    def __init__(self) -> None:
-        self.banks: dict[str, list[Recollection]] = {}
-        self.searched: list[str] = []
-        self.gateway: Gateway | None = None
-
-    def add(self, bank: str, session: str, past: PastSession) -> int:
-        assert self.gateway is not None
-        # As a package does: it asks the run's model, each time something else.
-        asked = [
-            {"role": "user", "content": f"{len(past.messages)} {past.messages[-1]['content']}"}
-        ]
-        self.gateway.chat(session, asked, options=Options(max_tokens=3))
-        kept = self.banks.setdefault(bank, [])
-        for message, number in zip(past.messages, past.numbers, strict=True):
-            if number is not None:
-                kept.append(Recollection(str(message["content"]), (number,)))
-        return 0
-
-    def search(self, bank: str, session: str, query: str) -> list[Recollection]:  # noqa: ARG002
-        self.searched.append(query)
-        words = set(query.lower().split())
-        return [each for each in self.banks[bank] if words & set(each.text.lower().split())]
-
-    def drop(self, bank: str) -> None:
-        del self.banks[bank]
-
-
 @pytest.fixture
 def told() -> Iterator[tuple[Gateway, Parrot]]:
     method = make_method("mem0", None, {})
     engine = EmbeddedEngine.create(EngineOptions("micro", method.below(), device="cpu"))
-    gateway, store = open_gateway(engine, method), Parrot()
+    gateway = open_gateway(engine, method)
     assert isinstance(gateway, Gateway)
-    store.gateway = gateway
+    store = Parrot(gateway)
     gateway.memories = PlainMemories(gateway, store)
     yield gateway, store
     engine.shutdown()
-
-
-def past(*texts: str, first: int = 1) -> PastSession:
-    said = [{"role": "user", "content": text} for text in texts]
-    system = {"role": "system", "content": "Remember."}
-    return PastSession([system, *said], [None, *range(first, first + len(texts))])
 
 
 def shown(gateway: Gateway, session: str) -> str:
@@ -98,6 +63,8 @@ def asked(client: InProcessClient, *texts: str) -> Any:
 
 def test_what_is_found_stands_before_the_message_that_asked(told: tuple[Gateway, Parrot]) -> None:
     gateway, store = told
+    turns: list[TurnInfo] = []
+    gateway.on_turn = lambda session, turn: turns.extend([turn] * session.startswith(ASIDE))
     with InProcessClient(gateway, "a") as client:
         client.remember(past("red apple", "green pear"))
         client.remember(past("blue apple", first=3))
@@ -117,11 +84,10 @@ def test_what_is_found_stands_before_the_message_that_asked(told: tuple[Gateway,
         # The model's part in keeping it is on the ledger, and nowhere else.
         reading = client.reading
         assert reading is not None
-        assert (reading.calls, reading.failed) == (2, 0)
-        turns = gateway.report(f"{ASIDE}a").turns
+        assert (reading.calls, reading.failed) == (3, 0)
         assert reading.tokens == sum(turn.prefill_tokens + turn.output_tokens for turn in turns)
-        # What the two requests have in common was read once.
-        assert turns[1].cached_tokens > 0
+        # What the requests of a past session have in common was read once.
+        assert [turn.cached_tokens > 0 for turn in turns] == [False, True, False]
     assert store.banks == {}
     assert gateway.sessions() == []
 

@@ -549,14 +549,50 @@ def test_records_read_back_as_written(store, spec, make_trial):
         assert isinstance(run.trials()[0], TrialRecord)
 
 
+def keep(run, name, content):
+    with run.keeping(name) as file:
+        file.writelines([content] if isinstance(content, bytes) else content)
+
+
+def failing(run):
+    yield b"half"
+    assert len([*run.checkpoint("").iterdir()]) == 3
+    assert run.checkpoints() == ["one", "other"]
+    raise OSError("it breaks")
+
+
+def test_a_checkpoint_is_replaced_whole_or_not_at_all(store, spec):
+    with store.open("a", spec) as run:
+        assert run.checkpoints() == []
+        keep(run, "one", b"first")
+        keep(run, "other", b"second")
+        with pytest.raises(PrerequisiteError, match="cannot write"):
+            keep(run, "one", failing(run))
+        assert run.checkpoint("one").read_bytes() == b"first"
+        assert len([*run.checkpoint("").iterdir()]) == 2
+        keep(run, "one", b"third")
+        run.drop_checkpoints(["other", "never"])
+        assert run.checkpoints() == ["one"]
+    assert run.checkpoint("one").read_bytes() == b"third", "a later start may go on from it"
+    half = run.checkpoint(f".one.{files.pid_space()}.999999999.1.tmp")
+    half.write_bytes(b"of a process that was killed")
+    with store.open("a", spec) as run:
+        assert not half.exists()
+        run.drop_checkpoints(run.checkpoints())
+    assert not run.checkpoint("").exists()
+
+
 def test_a_run_that_is_taken_over_between_two_records_is_written_no_more(store, spec, make_trial):
     """However fresh the heartbeat: a process may be stopped right before it appends."""
     run = store.open("a", spec)
     run.append_trial(make_trial("mine"))
+    keep(run, "a", b"mine")
     rewrite(run.path, owner="thief", pid=4242, host="elsewhere")
     for write in (
         lambda: run.append_trial(make_trial("late")),
         lambda: run.save_transcript("late", 0, {}),
+        lambda: keep(run, "a", b"late"),
+        lambda: run.drop_checkpoints(["a"]),
     ):
         with pytest.raises(run_store.RunLostError, match="taken over by pid 4242 on elsewhere"):
             write()

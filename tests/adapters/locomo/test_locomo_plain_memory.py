@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -16,7 +20,7 @@ from agentbench_kv.adapters.locomo.scoring import find_spec
 from agentbench_kv.environments import memory_probe
 from agentbench_kv.errors import PrerequisiteError
 from agentbench_kv.gateway.recall import _TITLE
-from agentbench_kv.results.store import RunReader
+from agentbench_kv.results.store import CHECKPOINTS, RunReader
 from agentbench_kv.results.summary import summarize
 from agentbench_kv.run.runner import run_one
 from agentbench_kv.run.spec import RunSpec, resolve
@@ -35,6 +39,7 @@ class ScriptedModel(BaseHTTPRequestHandler):
 
     asked: list[dict[str, Any]]
     down = False  # it has no time for a package's forms
+    ends: Callable[[str], bool] | None = None  # whether what asks for a form has been ended
 
     def log_message(self, *_: Any) -> None:
         pass
@@ -48,6 +53,9 @@ class ScriptedModel(BaseHTTPRequestHandler):
             self.send_error(429)
             return
         self.asked.append(body)
+        if self.ends is not None and "response_format" in body and self.ends(str(body)):
+            self.close_connection = True
+            return
         done = memory_probe.complete(body)
         if "response_format" not in body:
             shown = str(body["messages"][-1]["content"])
@@ -72,11 +80,18 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, list[dict[str,
     monkeypatch.setattr(memory_probe, "FACTS", FACTS)
     handler = type("Handler", (ScriptedModel,), {"asked": []})
     monkeypatch.setattr(ScriptedModel, "down", False)
+    monkeypatch.setattr(ScriptedModel, "ends", None)
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_address[1]}/v1", handler.asked  # type: ignore[attr-defined]
     server.shutdown()
     server.server_close()
+
+
+def skip_without(method: str) -> None:
+    state = next(each for each in environments.list_environments() if each.name == method)
+    if state.state != "ready":
+        pytest.skip(f"{method} {state.state}; {state.mend}")
 
 
 @pytest.mark.engine
@@ -90,9 +105,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, list[dict[str,
 def test_a_conversation_is_told_and_asked_about(
     model: tuple[str, list[dict[str, Any]]], tmp_path: Path, method: str, schemas: set[str]
 ) -> None:
-    state = next(each for each in environments.list_environments() if each.name == method)
-    if state.state != "ready":
-        pytest.skip(f"{method} {state.state}; {state.mend}")
+    skip_without(method)
     url, asked = model
     spec = RunSpec("api", f"{url}#scripted", method, None, "probe/locomo", limit=1)
     settings = {"check": "off", "encoder": "hash", "topk": "3", "batch": "0"}
@@ -127,9 +140,7 @@ def test_a_server_that_has_no_time_is_not_the_memorys_failure(
     method: str,
 ) -> None:
     """Else a run without any memory would be scored, its past lost as if the model were weak."""
-    state = next(each for each in environments.list_environments() if each.name == method)
-    if state.state != "ready":
-        pytest.skip(f"{method} {state.state}; {state.mend}")
+    skip_without(method)
     monkeypatch.setattr(ScriptedModel, "down", True)
     monkeypatch.setenv("KVBENCH_API_RETRIES", "0")
     spec = RunSpec("api", f"{model[0]}#scripted", method, None, "probe/locomo", limit=1)
@@ -138,3 +149,88 @@ def test_a_server_that_has_no_time_is_not_the_memorys_failure(
         run_one(spec, tmp_path, lambda *_: None)
     assert not any(trial.score for trial in RunReader(tmp_path / spec.id).trials())
     assert all("response_format" in each for each in model[1])  # no question was asked
+
+
+def start(url: str, place: Path, method: str) -> subprocess.Popen[str]:
+    command = ["run", "--engine", "api", "--model", f"{url}#scripted", "--method", method]
+    command += ["--task", "probe/locomo", "--limit", "1", "--quiet", "--json", "--out", str(place)]
+    for pair in ("check=off", "encoder=hash", "topk=3", "batch=1"):
+        command += ["--set", pair]
+    return subprocess.Popen(
+        [sys.executable, "-c", "from agentbench_kv.cli import main; main()", *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(place.parent)},
+    )
+
+
+def finished(child: subprocess.Popen[str]) -> str:
+    _, said = child.communicate(timeout=600)
+    assert child.returncode == 0, said
+    return said
+
+
+def result(place: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return a run's figures and its answers."""
+    (path,) = place.glob("*/run.json")
+    assert not (path.parent / CHECKPOINTS).exists()
+    reader = RunReader(path.parent)
+    (trial,) = reader.trials()
+    assert trial.status.value == "scored", trial.error
+    return dict(trial.metrics), reader.transcript(trial)["transcript"]["answers"]
+
+
+def timeless(figures: Any) -> Any:
+    """Return figures without times, and without what was gone on from."""
+    if isinstance(figures, list):
+        return [timeless(each) for each in figures]
+    clock = ("_s", "seconds", "ttft_ms_total", "ingest_files")
+    return {name: value for name, value in figures.items() if not name.endswith(clock)}
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["mem0", "graphiti"])
+def test_a_run_that_was_ended_goes_on_behind_the_last_whole_session(
+    model: tuple[str, list[dict[str, Any]]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    method: str,
+) -> None:
+    """Killed at the second message of the second session, then interrupted in the third."""
+    skip_without(method)
+    url, asked = model
+    finished(start(url, tmp_path / "calm", method))
+    wanted, answers = result(tmp_path / "calm")
+    assert "ingest_files" not in wanted
+    for number, words, code in (
+        (signal.SIGKILL, "read 2 books", -9),
+        (signal.SIGTERM, "read 10 books", 130),
+    ):
+        children: list[subprocess.Popen[str]] = []
+        begun = threading.Event()
+
+        def ends(form: str) -> bool:
+            if words not in form:  # noqa: B023  of this turn of the loop
+                return False
+            begun.wait()  # noqa: B023
+            children[0].send_signal(number)  # noqa: B023
+            children[0].wait()  # noqa: B023
+            return True
+
+        monkeypatch.setattr(ScriptedModel, "ends", staticmethod(ends))
+        children.append(start(url, tmp_path / "stormy", method))
+        begun.set()
+        _, said = children[0].communicate(timeout=600)
+        assert children[0].returncode == code, said
+        assert "Traceback" not in said
+    monkeypatch.setattr(ScriptedModel, "ends", None)
+    asked.clear()
+    assert "took in 2 past sessions" in finished(start(url, tmp_path / "stormy", method))
+    assert "I was in Oslo" in str(asked[0]), "which the third session begins with"
+    found, said_then = result(tmp_path / "stormy")
+    assert timeless(found) == timeless(wanted)
+    assert timeless(said_then) == timeless(answers)
+    assert found["ingest_files"] == 2
+    assert found["ingest_s"] > 0
