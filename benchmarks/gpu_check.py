@@ -310,7 +310,7 @@ def stages(engines: Sequence[str], out: Path) -> list[Stage]:
     for engine in engines:
         name = f"{engine}: selftest"
         words = ["selftest", "engine", engine, "--quick", "--method", "agentkv"]
-        words += ["--family", "qwen3"]
+        words += ["--family", "qwen3", "--device", "cuda"]
         log = out / f"selftest-{engine}.log"
         # However many there are, time is left for the tables.
         found.append(Stage(name, 220 / len(engines), partial(command, name, words, log)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -85,6 +86,7 @@ def task(
     "Option of the engine's own command line, without dashes; repeatable.",
     multiple=True,
 )
+@opt.device_option
 @opt.json_option
 def engine(name: str, pairs: tuple[str, ...], as_json: bool, **chosen: Any) -> None:
     """Check an engine: its tokens, evictions, accounting, sessions and memory.
@@ -96,6 +98,8 @@ def engine(name: str, pairs: tuple[str, ...], as_json: bool, **chosen: Any) -> N
     from agentbench_kv.conformance.engines import engine_suite
 
     engine_args = opt.parse_settings(pairs, "--engine-arg")
+    # Triton takes TF32 for float32 on a GPU unless told otherwise, which moves choices.
+    os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
     results = engine_suite(name, engine_args=engine_args, report=_say_part, **chosen)
     _show("engine", name, results, as_json)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Self
 
 import conformance_broken_engines as broken
 import pytest
@@ -26,7 +28,7 @@ from agentbench_kv.conformance.engines.suite import (
     stop_part,
     tree_part,
 )
-from agentbench_kv.engines.base import Capability
+from agentbench_kv.engines.base import Capability, EngineOptions
 from agentbench_kv.engines.embedded.engine import EmbeddedEngine
 from agentbench_kv.errors import UsageError
 
@@ -63,6 +65,27 @@ def short() -> Sessions:
 
 def failed(results: list[CheckResult]) -> set[str]:
     return {result.name for result in results if not result.ok}
+
+
+def test_only_the_engine_under_test_is_on_the_device(folder: Path) -> None:
+    """What it is compared with is the same everywhere."""
+    asked: list[str] = []
+
+    class Noting(EmbeddedEngine):
+        @classmethod
+        def create(cls, options: EngineOptions) -> Self:
+            asked.append(options.device)
+            return super().create(replace(options, device="cpu"))
+
+    fixture = Fixture(Noting, folder, device="cuda")
+    method = fixture.method("full-constrained")
+    try:
+        fixture.driver(method)
+    finally:
+        fixture.close()
+    assert asked == ["cuda"]
+    with fixture.reference(method) as reference:
+        assert reference.engine.info.device == "cpu"
 
 
 def test_the_embedded_engine_passes(fixture_for: Callable[[type], Fixture]) -> None:

@@ -140,6 +140,8 @@ def in_every_order(monkeypatch):
         ("sglang", 1, 32, torch.float32, 1, 65),
         ("vllm", 16, 80, torch.bfloat16, 2, 9),
         ("loose", 3, 128, torch.float16, 5, 14),
+        ("vllm", 16, 72, torch.bfloat16, 1, 70),  # a slice of 8 channels; two tiles of rows
+        ("loose", 3, 33, torch.bfloat16, 1, 3),  # rows at odd addresses
     ],
 )
 def test_mass_of_sessions(layout, block, dim, dtype, group, n, gqa, in_every_order):

@@ -137,11 +137,16 @@ def crowd(sessions: int = 10) -> Sessions:
 class Fixture:
     """Runs engines on a model folder as `write_model` writes it; at most one under test at a time.
 
-    `cls` is an engine class with `create(options)`; `engine_args` go into its options.
+    `cls` is an engine class with `create(options)`; `engine_args` and `device` go into its options.
+    What it is compared with is on the CPU.
     """
 
     def __init__(
-        self, cls: Any, folder: Path, engine_args: Mapping[str, str] | None = None
+        self,
+        cls: Any,
+        folder: Path,
+        engine_args: Mapping[str, str] | None = None,
+        device: str = "cpu",
     ) -> None:
         self.codec = TokenCodec(load_tokenizer(folder))
         self.network = load_network(folder)
@@ -149,6 +154,7 @@ class Fixture:
         self._cls = cls
         self._folder = folder
         self._engine_args = engine_args or {}
+        self._device = device
         self._driver: Driver | None = None
         self._pool = 0
 
@@ -175,13 +181,14 @@ class Fixture:
             if self._pool == pool and _can_run(self._driver, method):
                 return self._driver
             self.close()
-        self._driver = Driver(self._cls, self._options(method, pool), self.codec)
+        options = replace(self._options(method, pool), device=self._device)
+        self._driver = Driver(self._cls, options, self.codec)
         self._pool = pool
         return self._driver
 
     @contextmanager
     def reference(self, method: Method) -> Iterator[Driver]:
-        """Run the embedded engine."""
+        """Run the embedded engine, on the CPU."""
         driver = Driver(EmbeddedEngine, self._options(method, LARGE_POOL), self.codec)
         try:
             yield driver
@@ -199,10 +206,12 @@ class Fixture:
 
 
 @contextmanager
-def open_fixture(cls: Any, family: str, engine_args: Mapping[str, str]) -> Iterator[Fixture]:
+def open_fixture(
+    cls: Any, family: str, engine_args: Mapping[str, str], device: str = "cpu"
+) -> Iterator[Fixture]:
     """Write a family's model to a temporary folder and work on it."""
     with tempfile.TemporaryDirectory(prefix="kvbench-model-") as folder:
-        fixture = Fixture(cls, write_model(Path(folder) / family, family), engine_args)
+        fixture = Fixture(cls, write_model(Path(folder) / family, family), engine_args, device)
         try:
             yield fixture
         finally:

@@ -68,16 +68,18 @@ def engine_suite(
     families: Sequence[str] = (),
     quick: bool = False,
     engine_args: Mapping[str, str] | None = None,
+    device: str = "auto",
     report: Callable[[str, list[CheckResult]], None] = lambda _part, _results: None,
 ) -> Results:
-    """Run every check there is on one engine, in float32 on the CPU.
+    """Run every check there is on one engine, in float32, beside a reference on the CPU.
 
     `engine` is a registered name, or a class with `create(options)`; `methods` are `name` or
     `name@preset`, `families` of `fixture.FAMILIES`: all if empty, a few if `quick`, which also
     means fewer random sessions and no restart. `engine_args` are options of a serving engine's own
-    command line; `report` is told every part as soon as it is done. Returns part -> its results; a
-    part that raises is one failed result. UsageError or PrerequisiteError for an engine, method or
-    family that does not exist, or an engine that cannot start here.
+    command line, `device` is where it computes; `report` is told every part as soon as it is done.
+    Returns part -> its results; a part that raises is one failed result. UsageError or
+    PrerequisiteError for an engine, method or family that does not exist, or an engine that cannot
+    start here.
     """
     cls = load_engine(engine) if isinstance(engine, str) else engine
     if Capability.TEXT in cls.capabilities or Capability.COMPRESS not in cls.capabilities:
@@ -89,7 +91,7 @@ def engine_suite(
     names = methods or (QUICK if quick else (*METHODS, *OPTIONAL))
     results: Results = {}
     for index, family in enumerate(families or (FAMILIES[:1] if quick else FAMILIES)):
-        with open_fixture(cls, family, engine_args) as fixture:
+        with open_fixture(cls, family, engine_args, device) as fixture:
             parts = _method_parts(fixture, names)
             if index == 0:
                 parts += _edge_parts(fixture, names, quick)

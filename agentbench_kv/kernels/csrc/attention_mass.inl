@@ -301,30 +301,46 @@ __device__ __forceinline__ bool sees(const kvb_mass& job, const MassPlace& at, i
 }
 
 // Fills the tile with scaled logits, the maximum over merged heads, minus infinity where hidden.
-__device__ void mass_logits(const kvb_mass& job, const MassPlace& at, Merge merge, int32_t output,
-                            int32_t first_row, int64_t first_key, ProductStage& stage,
+__device__ void mass_logits(const kvb_mass& job, int32_t kind, const MassPlace& at, Merge merge,
+                            int32_t output, int32_t first_row, int64_t first_key, AnyStage& stage,
                             MassTile& tile) {
   const float scale = rsqrtf(static_cast<float>(job.head_dim));
   for (int32_t g = 0; g < merge.merged; ++g) {
-    const auto left = [&](int row, int c) -> float {
+    // Where a row's query begins, in numbers; below 0 for none.
+    const auto query = [&](int row) -> int64_t {
       const int32_t r = first_row + row;
-      if (r >= merge.rows) return 0.0f;
-      const int64_t query = query_of(job.n, output, g, r);
-      return load(at.queries, query * job.head_dim + c, job.query_dtype) * scale;
-    };
-    const auto right = [&](int key, int c) -> float {
-      const int64_t k = first_key + key;
-      return k < at.length ? load(at.keys.at(k), c, job.key_dtype) : 0.0f;
+      return r < merge.rows ? query_of(job.n, output, g, r) * job.head_dim : -1;
     };
     const auto finish = [&](int row, int key, float value) {
       const int64_t k = first_key + key;
       const int32_t r = first_row + row;
+      value *= scale;
       if (k >= at.length || !counts(job, at, merge.rows, r) || !sees(job, at, r, k)) {
         value = -INFINITY;
       }
       tile.logits[row][key] = g == 0 ? value : fmaxf(tile.logits[row][key], value);
     };
-    tile_products(job.head_dim, left, right, finish, stage);
+    if (kind == KVB_F32) {
+      const auto left = [&](int row, int c) -> float {
+        const int64_t start = query(row);
+        return start < 0 ? 0.0f : load(at.queries, start + c, job.query_dtype);
+      };
+      const auto right = [&](int key, int c) -> float {
+        const int64_t k = first_key + key;
+        return k < at.length ? load(at.keys.at(k), c, job.key_dtype) : 0.0f;
+      };
+      tile_products(job.head_dim, left, right, finish, stage.floats);
+    } else {
+      const auto left = [&](int row) -> const uint16_t* {
+        const int64_t start = query(row);
+        return start < 0 ? nullptr : reinterpret_cast<const uint16_t*>(at.queries) + start;
+      };
+      const auto right = [&](int key) -> const uint16_t* {
+        const int64_t k = first_key + key;
+        return k < at.length ? reinterpret_cast<const uint16_t*>(at.keys.at(k)) : nullptr;
+      };
+      half_products(kind, job.head_dim, left, right, finish, stage.halves);
+    }
   }
   __syncthreads();
 }
@@ -337,8 +353,8 @@ __device__ __forceinline__ int64_t stat_index(const Merge& m, int64_t splits, in
 
 // Maximum and sum of exponentials of every row over one split of the keys.
 __global__ void __launch_bounds__(TILE_THREADS)
-    mass_statistics(kvb_mass job, int64_t split_keys, int64_t splits, float2* partial) {
-  __shared__ ProductStage stage;
+    mass_statistics(kvb_mass job, int32_t kind, int64_t split_keys, int64_t splits, float2* partial) {
+  __shared__ AnyStage stage;
   __shared__ MassTile tile;
   const MassPlace at = mass_place(job, blockIdx.x);
   const Merge merge = merge_of(job.gqa, job.group, job.n);
@@ -348,7 +364,7 @@ __global__ void __launch_bounds__(TILE_THREADS)
   for (int32_t first = 0; first < merge.rows; first += TILE_ROWS) {
     float top = -INFINITY, total = 0;
     for (int64_t key = begin; key < end; key += TILE_KEYS) {
-      mass_logits(job, at, merge, output, first, key, stage, tile);
+      mass_logits(job, kind, at, merge, output, first, key, stage, tile);
       float highest = top;
       for (int k = part; k < TILE_KEYS; k += QUADS) {
         highest = fmaxf(highest, tile.logits[row][k]);
@@ -397,8 +413,8 @@ __device__ __forceinline__ float valid_queries(const kvb_mass& job, int32_t sess
 
 // The mass of TILE_KEYS keys: logits again, normalised, summed over rows, merged over outputs.
 __global__ void __launch_bounds__(TILE_THREADS)
-    mass_columns(kvb_mass job, const float2* whole) {
-  __shared__ ProductStage stage;
+    mass_columns(kvb_mass job, int32_t kind, const float2* whole) {
+  __shared__ AnyStage stage;
   __shared__ MassTile tile;
   const MassPlace at = mass_place(job, blockIdx.x);
   const Merge merge = merge_of(job.gqa, job.group, job.n);
@@ -411,7 +427,7 @@ __global__ void __launch_bounds__(TILE_THREADS)
   for (int32_t output = 0; output < merge.outputs; ++output) {
     float total = 0;
     for (int32_t first = 0; first < merge.rows; first += TILE_ROWS) {
-      mass_logits(job, at, merge, output, first, first_key, stage, tile);
+      mass_logits(job, kind, at, merge, output, first, first_key, stage, tile);
       if (threadIdx.x < TILE_KEYS) {
         const float2* rows = whole + (at.number * merge.outputs + output) * merge.rows;
         for (int32_t r = 0; r < TILE_ROWS && first + r < merge.rows; ++r) {
@@ -450,15 +466,17 @@ extern "C" int kvb_attention_mass(const kvb_mass* job, int32_t, void* stream) {
   if (count == 0 || job->length == 0) return 0;
   auto* whole = static_cast<float2*>(job->workspace);
   float2* partial = whole + rows;
+  const int32_t kind = product_kind(job->query_dtype, job->key_dtype);
   if (rows > 0) {
     const int32_t outputs = merge_of(job->gqa, job->group, job->n).outputs;
     const dim3 grid(count, static_cast<unsigned>(splits), static_cast<unsigned>(outputs));
-    KVB_LAUNCH(mass_statistics, grid, TILE_THREADS, 0, queue, *job, SPLIT_KEYS, splits, partial);
+    KVB_LAUNCH(mass_statistics, grid, TILE_THREADS, 0, queue, *job, kind, SPLIT_KEYS, splits,
+               partial);
     const auto joins = static_cast<unsigned>(ceil_div(rows, 256));
     KVB_LAUNCH(join_statistics, joins, 256, 0, queue, *job, splits, partial, whole);
   }
   const dim3 grid(count, static_cast<unsigned>(ceil_div(job->length, TILE_KEYS)));
-  KVB_LAUNCH(mass_columns, grid, TILE_THREADS, 0, queue, *job, whole);
+  KVB_LAUNCH(mass_columns, grid, TILE_THREADS, 0, queue, *job, kind, whole);
   return cudaGetLastError();
 }
 

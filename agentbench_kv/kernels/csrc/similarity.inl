@@ -183,24 +183,41 @@ __global__ void key_scales(SimilarityJob job) {
   }
 }
 
-__global__ void __launch_bounds__(TILE_THREADS) similarity_rows(SimilarityJob job) {
-  __shared__ ProductStage stage;
+__global__ void __launch_bounds__(TILE_THREADS) similarity_rows(SimilarityJob job, int32_t kind) {
+  __shared__ AnyStage stage;
   __shared__ float cosines[TILE_ROWS][TILE_KEYS + 1];
   const int64_t first = blockIdx.x * static_cast<int64_t>(TILE_ROWS), head = blockIdx.y;
   const float* scales = job.scales + head * job.tokens;
+  const auto start = [&](int64_t t) { return head * job.key_head + t * job.key_row; };
   const auto unit = [&](int64_t t, int c) -> float {
-    if (t >= job.tokens) return 0.0f;
-    return load(job.keys, head * job.key_head + t * job.key_row + c, job.dtype) * scales[t];
+    return t < job.tokens ? load(job.keys, start(t) + c, job.dtype) * scales[t] : 0.0f;
   };
+  const auto halves = [&](int64_t t) -> const uint16_t* {
+    return t < job.tokens ? static_cast<const uint16_t*>(job.keys) + start(t) : nullptr;
+  };
+  const auto scale = [&](int64_t t) { return t < job.tokens ? scales[t] : 0.0f; };
   const int row = threadIdx.x / QUADS, part = threadIdx.x % QUADS;
   const int64_t a = first + row;
   float total = 0, value = 0;
   int column = -1;
   for (int64_t begin = 0; begin < job.tokens; begin += TILE_KEYS) {
-    tile_products(
-        static_cast<int32_t>(job.head_dim), [&](int r, int c) { return unit(first + r, c); },
-        [&](int k, int c) { return unit(begin + k, c); },
-        [&](int r, int k, float x) { cosines[r][k] = first + r == begin + k ? 0.0f : x; }, stage);
+    const auto depth = static_cast<int32_t>(job.head_dim);
+    if (kind == KVB_F32) {
+      tile_products(
+          depth, [&](int r, int c) { return unit(first + r, c); },
+          [&](int k, int c) { return unit(begin + k, c); },
+          [&](int r, int k, float x) { cosines[r][k] = first + r == begin + k ? 0.0f : x; },
+          stage.floats);
+    } else {
+      half_products(
+          kind, depth, [&](int r) { return halves(first + r); },
+          [&](int k) { return halves(begin + k); },
+          [&](int r, int k, float x) {
+            x *= scale(first + r) * scale(begin + k);
+            cosines[r][k] = first + r == begin + k ? 0.0f : x;
+          },
+          stage.halves);
+    }
     __syncthreads();
     for (int k = part; k < TILE_KEYS && begin + k < job.tokens; k += QUADS) {
       const float cosine = cosines[row][k];
@@ -261,7 +278,8 @@ extern "C" int kvb_similarity(const void* keys, int32_t dtype, int64_t key_head,
   const auto warps = static_cast<unsigned>(ceil_div(tokens, 8));
   KVB_LAUNCH(key_scales, dim3(warps, y), 256, 0, queue, job);
   const auto tiles = static_cast<unsigned>(ceil_div(tokens, TILE_ROWS));
-  KVB_LAUNCH(similarity_rows, dim3(tiles, y), TILE_THREADS, 0, queue, job);
+  KVB_LAUNCH(similarity_rows, dim3(tiles, y), TILE_THREADS, 0, queue, job,
+             product_kind(dtype, dtype));
   const auto blocks = static_cast<unsigned>(ceil_div(tokens, 256));
   KVB_LAUNCH(similarity_means, dim3(blocks, y), 256, 0, queue, job, means);
   return cudaGetLastError();

@@ -124,6 +124,7 @@ def test_every_command_is_one_of_ours(tmp_path: Path) -> None:
             here, rest = kvbench, list(words[0])
             while hasattr(here, "commands"):
                 here = here.get_command(None, rest.pop(0))  # type: ignore[arg-type, assignment]
+            assert "roofline" in words[0] or words[0][words[0].index("--device") + 1] == "cuda"
             here.make_context("x", rest)
             checked += 1
     assert checked == 1 + 3 * len(gpu_check.ENGINES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from abc import ABC, ABCMeta
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -24,7 +25,7 @@ class FullAttentionSpec:
     page_size_bytes, block_size, dtype = 4096, 16, torch.bfloat16
 
 
-class Impl:
+class Impl(ABC):
     """Stands for an attention backend's implementation."""
 
     scale = DIM**-0.5
@@ -33,7 +34,7 @@ class Impl:
         return "attended", layer.layer_name, len(query), *words
 
 
-class Builder:
+class Builder(ABC):
     """Stands for what makes an attention backend's metadata."""
 
     kv_cache_spec = SimpleNamespace(sliding_window=None)
@@ -88,7 +89,8 @@ def stand_ins(runner: type = Runner) -> dict[str, ModuleType]:
     """Modules with the names that the plug-in imports from vLLM, on a machine with a GPU."""
     backends = {
         f"{name.lower()}_attn": {
-            f"{name}AttentionBackend": type("Backend", (), {}),
+            # Abstract, as vLLM's is: a class made from it is ABCMeta's to name.
+            f"{name}AttentionBackend": ABCMeta("Backend", (), {}),
             f"{name}AttentionImpl": type(f"{name}Impl", (Impl,), {}),
             f"{name}AttentionMetadataBuilder": type("Builder", (Builder,), {}),
         }

@@ -21,6 +21,8 @@
 #include <string>
 #include <vector>
 
+#include "rows.h"
+
 #define __global__
 #define __device__
 #define __forceinline__ inline
@@ -344,6 +346,48 @@ inline uint64_t meet(unsigned mask, uint64_t given, const Site& site) {
   self().given = given;
   wait(AT_WARP, site);
   return self().taken;
+}
+
+// ---- tensor cores ----
+
+inline bool has_halves() { return true; }
+
+struct Registers {
+  uint32_t a[4], b[2];
+};
+
+inline Registers registers[MOST_THREADS];
+
+inline float half_at(uint32_t word, int which, bool bf16) {
+  const uint16_t bits = static_cast<uint16_t>(word >> 16 * which);
+  return bf16 ? kvb::from_bf16(bits) : kvb::from_f16(bits);
+}
+
+// Row `r` and channel `c` of the left factor, from the lanes that hold it.
+inline float left_at(const Registers* lanes, int r, int c, bool bf16) {
+  return half_at(lanes[r % 8 * 4 + c % 8 / 2].a[c / 8 * 2 + r / 8], c % 2, bf16);
+}
+
+inline float right_at(const Registers* lanes, int c, int key, bool bf16) {
+  return half_at(lanes[key * 4 + c % 8 / 2].b[c / 8], c % 2, bf16);
+}
+
+// A warp's product of 16 x 16 by 16 x 8 halves, laid out as PTX says of mma.m16n8k16.
+template <int32_t DTYPE>
+void mma(float (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
+         const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
+  const unsigned lane = machine.current % WARP;
+  const Registers* lanes = registers + machine.current - lane;
+  memcpy(registers[machine.current].a, a, sizeof a);
+  memcpy(registers[machine.current].b, b, sizeof b);
+  meet(0xffffffffu, 0, {"mma", file, line, 0});
+  for (int i = 0; i < 4; ++i) {
+    const int r = static_cast<int>(lane) / 4 + i / 2 * 8, key = static_cast<int>(lane) % 4 * 2 + i % 2;
+    for (int c = 0; c < 16; ++c) {
+      sums[i] += left_at(lanes, r, c, DTYPE == KVB_BF16) * right_at(lanes, c, key, DTYPE == KVB_BF16);
+    }
+  }
+  meet(0xffffffffu, 0, {"mma, read", file, line, 0});
 }
 
 }  // namespace emulation

@@ -90,6 +90,8 @@ def capturing(name: str, backend: Any, impl: Any, builder: Any) -> Any:
     parts = {
         "get_impl_cls": staticmethod(lambda: ours),
         "get_builder_cls": staticmethod(lambda: windows),
+        # On a GPU vLLM imports what it chose by this name; a class made by ABCMeta has `abc`.
+        "__module__": __name__,
     }
     return type(name, (backend,), parts)
 
