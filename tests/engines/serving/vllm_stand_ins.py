@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from abc import ABC, ABCMeta
+from abc import ABCMeta
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -25,7 +25,7 @@ class FullAttentionSpec:
     page_size_bytes, block_size, dtype = 4096, 16, torch.bfloat16
 
 
-class Impl(ABC):
+class Impl:
     """Stands for an attention backend's implementation."""
 
     scale = DIM**-0.5
@@ -34,7 +34,7 @@ class Impl(ABC):
         return "attended", layer.layer_name, len(query), *words
 
 
-class Builder(ABC):
+class Builder:
     """Stands for what makes an attention backend's metadata."""
 
     kv_cache_spec = SimpleNamespace(sliding_window=None)
