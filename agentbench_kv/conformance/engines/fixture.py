@@ -154,7 +154,7 @@ class Fixture:
         self._cls = cls
         self._folder = folder
         self._engine_args = engine_args or {}
-        self._device = device
+        self.device = device
         self._driver: Driver | None = None
         self._pool = 0
 
@@ -181,7 +181,7 @@ class Fixture:
             if self._pool == pool and _can_run(self._driver, method):
                 return self._driver
             self.close()
-        options = replace(self._options(method, pool), device=self._device)
+        options = replace(self._options(method, pool), device=self.device)
         self._driver = Driver(self._cls, options, self.codec)
         self._pool = pool
         return self._driver

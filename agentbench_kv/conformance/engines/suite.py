@@ -178,6 +178,7 @@ def method_part(
         rewound = check_rewinds(driver, reference)
     found, alone = driver.play(sessions), driver.play(sessions, together=False)
     return [
+        _check_device(fixture.device, driver.engine.info.device),
         compare("tokens are the embedded engine's", expected, found, _output_problem),
         check_reference(fixture.network, found, method.positions),
         compare("kept sets are the embedded engine's", expected, found, kept_problem),
@@ -187,6 +188,13 @@ def method_part(
         compare("sessions together are as alone", alone, found, _any_problem),
         rewound,
     ]
+
+
+def _check_device(asked: str, found: str) -> CheckResult:
+    """Check that the rest is about the device that was asked for."""
+    gpu = asked.startswith("cuda")
+    right = (found != "cpu") == gpu or asked == "auto"
+    return CheckResult("computes where it was asked to", right, f"{asked}: {found}")
 
 
 def _output_problem(expected: SessionTrace, found: SessionTrace) -> str:
