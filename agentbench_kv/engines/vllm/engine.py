@@ -281,9 +281,11 @@ def _unsupported(facts: ModelFacts, options: EngineOptions, *, gpu: bool) -> str
 
 
 def on_gpu(device: str) -> bool:
-    """Return whether a device name means a GPU, `auto` if there is one."""
+    """Return whether a device name means a GPU, `auto` if there is one; UsageError if none does."""
+    if device == "cpu" or device.partition(":")[0] == "cuda":
+        return device != "cpu"
     if device != "auto":
-        return device.startswith("cuda")
+        raise UsageError(f"device {device!r} is none; use auto, cpu or cuda")
     import torch
 
     return torch.cuda.is_available()

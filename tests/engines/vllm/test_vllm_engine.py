@@ -146,3 +146,6 @@ def test_an_unknown_dtype_is_refused() -> None:
 def test_devices_by_name() -> None:
     assert on_gpu("cuda:1")
     assert not on_gpu("cpu")
+    for wrong in ("gpu", "cudax", ""):
+        with pytest.raises(UsageError, match="is none; use auto, cpu or cuda"):
+            on_gpu(wrong)
