@@ -96,7 +96,9 @@ kv_dtype_option = option(
     default="",
     show_default=False,
 )
-device_option = option("--device", default="auto")
+device_option = option(
+    "--device", "auto (a GPU if PyTorch sees one), cpu, cuda or cuda:N.", default="auto"
+)
 
 
 def out_option(help_text: str = "Folder of runs.", **settings: Any) -> Callable[[F], F]:
