@@ -417,10 +417,12 @@ class Engine(ABC):
         """Return figures of the KV memory, such as `free_blocks` and `total_blocks`, if known."""
         return {}
 
-    def pool_used(self) -> int | None:
-        """Return the bytes of the KV memory that sessions, and what they share, take up now.
+    def pool_peak(self) -> int | None:
+        """Return the most bytes of KV memory that sessions took up since this was last asked.
 
-        Whole slots or blocks, as nobody else can have the rest of one; None if it is not known.
+        What they share counts once, and whole slots or blocks count, as nobody else can have the
+        rest of one. An engine that cannot look back says what they take up now; None if it is not
+        known.
         """
         return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from threading import Event, Thread
 from types import TracebackType
 from typing import Self
@@ -15,7 +16,8 @@ _EVERY_S = 0.25
 class PoolWatch:
     """Asks an engine again and again, from a thread of its own, as long as the `with` lasts.
 
-    `peak` is in bytes; None of no engine, and of one that does not say.
+    `peak` is in bytes; None of no engine, of one that does not say, and of one that cannot look
+    back and was never seen to hold anything.
     """
 
     def __init__(self, engine: Engine | None, every_s: float = _EVERY_S) -> None:
@@ -26,6 +28,7 @@ class PoolWatch:
         self._thread = Thread(target=self._watch, daemon=True)
 
     def __enter__(self) -> Self:
+        self._ask()  # what came before does not count
         self._thread.start()
         return self
 
@@ -37,13 +40,19 @@ class PoolWatch:
     ) -> None:
         self._over.set()
         self._thread.join()
+        self._note(self._ask())
 
     def _watch(self) -> None:
-        while self._engine is not None and not self._over.wait(self._every_s):
-            try:
-                used = self._engine.pool_used()
-            except (KVBenchError, OSError):  # its server is gone, which its sessions say
-                continue
-            if used is None:
-                return
+        while not self._over.wait(self._every_s):
+            self._note(self._ask())
+
+    def _ask(self) -> int | None:
+        if self._engine is None:
+            return None
+        with suppress(KVBenchError, OSError):  # its server is gone, which its sessions say
+            return self._engine.pool_peak()
+        return None
+
+    def _note(self, used: int | None) -> None:
+        if used:
             self.peak = max(used, self.peak or 0)

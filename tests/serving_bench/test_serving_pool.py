@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -20,9 +20,16 @@ from agentbench_kv.registry import make_method
 from agentbench_kv.serving_bench.pool import PoolWatch
 
 
-def engine_that_says(values: list[int | None]) -> Any:
-    left = iter(values)
-    return SimpleNamespace(pool_used=lambda: next(left, None))
+def engine_that_says(answers: list[Any]) -> Any:
+    """An engine that gives these answers, raises those that are errors, and then says nothing."""
+
+    def peak() -> int | None:
+        answer = answers.pop(0) if answers else None
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    return SimpleNamespace(pool_peak=peak)
 
 
 def waited(until: Callable[[], bool]) -> None:
@@ -33,27 +40,28 @@ def waited(until: Callable[[], bool]) -> None:
     pytest.fail("nothing happened")
 
 
-def test_the_most_is_kept() -> None:
-    with PoolWatch(engine_that_says([10, 30, 20, None]), every_s=0.001) as watch:
-        waited(lambda: not watch._thread.is_alive())
+def test_the_most_is_kept_and_what_came_before_is_not() -> None:
+    said = [90, 10, 30, 20]
+    with PoolWatch(engine_that_says(said), every_s=0.001) as watch:
+        waited(lambda: not said)
     assert watch.peak == 30
 
 
+def test_an_engine_is_asked_at_the_end_too() -> None:
+    said = [90, 40]
+    with PoolWatch(engine_that_says(said), every_s=60) as watch:
+        assert said == [40]
+    assert watch.peak == 40
+
+
 def test_a_server_that_is_gone_for_a_while_is_asked_again() -> None:
-    said: list[Any] = [10, KVBenchError("gone"), OSError("gone"), 30, None]
-
-    def used() -> int | None:
-        answer = said.pop(0)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    with PoolWatch(cast(Any, SimpleNamespace(pool_used=used)), every_s=0.001) as watch:
-        waited(lambda: not watch._thread.is_alive())
-    assert (watch.peak, said) == (30, [])
+    said = [0, 10, KVBenchError("gone"), OSError("gone"), 30]
+    with PoolWatch(engine_that_says(said), every_s=0.001) as watch:
+        waited(lambda: not said)
+    assert watch.peak == 30
 
 
-@pytest.mark.parametrize("engine", [None, engine_that_says([None])])
+@pytest.mark.parametrize("engine", [None, engine_that_says([]), engine_that_says([0, 0, 0])])
 def test_what_is_not_known_is_none(engine: Any) -> None:
     with PoolWatch(engine, every_s=0.001) as watch:
         pass
@@ -63,16 +71,16 @@ def test_what_is_not_known_is_none(engine: Any) -> None:
 def test_the_embedded_engine_counts_slots_that_sessions_use() -> None:
     engine = in_memory_engine(tiny_model(), make_method("full", None), TraceRecorder())
     try:
-        assert engine.pool_used() == 0
+        assert engine.pool_peak() == 0
         for name, tokens in (("a", 10), ("b", SMALLEST + 1)):
             engine.open(name, TokenPhases())
             ids = [1 + n % 60 for n in range(tokens)]
             engine.extend(name, ids, plain_phases(ids))
             list(engine.generate(name, Sampling(max_tokens=1)))
         size = engine.bytes_per_token
-        assert engine.pool_used() == (SMALLEST + 2 * SMALLEST) * size
         engine.close("b")
-        waited(lambda: engine.pool_used() == SMALLEST * size)
+        assert engine.pool_peak() == (SMALLEST + 2 * SMALLEST) * size
+        waited(lambda: engine.pool_peak() == SMALLEST * size)
     finally:
         engine.shutdown()
 
@@ -80,5 +88,5 @@ def test_the_embedded_engine_counts_slots_that_sessions_use() -> None:
 def test_rows_of_a_simulated_precision_take_up_what_nobody_knows() -> None:
     options = EngineOptions("in-memory", make_method("full", None), device="cpu", kv_dtype="int8")
     engine = EmbeddedEngine.create(options, model=tiny_model())
-    assert engine.pool_used() is None
+    assert engine.pool_peak() is None
     engine.shutdown()

@@ -174,8 +174,8 @@ class EmbeddedEngine(Engine):
         limit = self._scheduler.max_live_tokens
         return {"allocated_bytes": self.pool_bytes, "max_live_tokens": limit}
 
-    def pool_used(self) -> int | None:
-        return self._scheduler.pools.used
+    def pool_peak(self) -> int | None:
+        return self._scheduler.pool_peak()
 
     def open(self, session: str, labeller: PhaseLabeller) -> None:
         self._scheduler.open(session, labeller)

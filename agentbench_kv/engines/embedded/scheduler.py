@@ -121,6 +121,7 @@ class EmbeddedScheduler:
         self._sessions: dict[str, EmbeddedSession] = {}
         self._gone: EngineGoneError | None = None  # why nothing will be done any more
         self._rounds = 0
+        self._peak = 0  # bytes
         self._thread = threading.Thread(target=self._loop, name="kvbench-engine", daemon=True)
         self._thread.start()
 
@@ -172,6 +173,14 @@ class EmbeddedScheduler:
         # Without the lock: a thread that hangs may hold it.
         busy = self._running or self._waiting or self._commands.busy
         return self._rounds if busy else None
+
+    def pool_peak(self) -> int | None:
+        """Return the most bytes in used slots since the last call; None if they are not known."""
+        used = self.pools.used
+        if used is None:
+            return None
+        peak, self._peak = max(self._peak, used), 0
+        return peak
 
     def between_turns(self, name: str, work: Callable[..., T], *args: Any, more: int = 0) -> T:
         """Run `work(session, *args)`, which adds `more` rows, on the engine's thread."""
@@ -375,6 +384,7 @@ class EmbeddedScheduler:
                 generation.session.take(PREFILL_CHUNK)
         whole = [generation for generation in batch if generation.session.broken is None]
         fed = self._forward(whole) if whole else []
+        self._peak = max(self._peak, self.pools.used or 0)
         self.times.forward_s += time.perf_counter() - started
         self.times.steps += 1
         for each in fed:

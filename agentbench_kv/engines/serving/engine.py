@@ -224,7 +224,7 @@ class ServingEngine(Engine):
             return dict(self._control.call("pool"))
         return {}
 
-    def pool_used(self) -> int | None:
+    def pool_peak(self) -> int | None:
         if self._wire.facts.window:
             return None  # layers with a window have blocks of their own
         if self._wire.stock:
