@@ -87,7 +87,11 @@ model_option = option(
     "The shipped micro model, a Hugging Face model folder, or a GGUF file (embedded, llamacpp).",
     default="micro",
 )
-dtype_option = option("--dtype", default="float32")
+dtype_option = option(
+    "--dtype",
+    "Of weights, activations and cached rows: float32, bfloat16 or float16.",
+    default="float32",
+)
 kv_dtype_option = option(
     "--kv-dtype",
     "Precision of cached rows: int8, int4, fp8, kivi4, kivi2 (embedded, simulated), fp8, int8, "

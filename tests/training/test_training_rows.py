@@ -1,3 +1,4 @@
+import json
 import random
 
 import numpy as np
@@ -8,8 +9,9 @@ from agentbench_kv.adapters.micro.generate import PROFILES, held_out_seed, train
 from agentbench_kv.training.micro import data
 from agentbench_kv.training.micro.conversation import EVIDENCE, LABELS, MEMORY, PROMPT, TEMPLATE
 from agentbench_kv.training.micro.evaluate import gaps
+from agentbench_kv.training.micro.memory_drill import memory_drill
 from agentbench_kv.training.micro.tokenizer import build_tokenizer
-from agentbench_kv.training.micro.train import RECIPE
+from agentbench_kv.training.micro.train import MEMORY_RECIPE, RECIPE
 
 SMALL, LARGE = PROFILES["recall-1k"], PROFILES["recall-5k"]
 
@@ -32,7 +34,8 @@ def test_no_held_out_episode_is_trained_on(encoder, monkeypatch):
 
     monkeypatch.setattr(data, "generate", noting(data.generate))
     monkeypatch.setattr(data, "drill", noting(data.drill))
-    for stage in RECIPE:
+    monkeypatch.setattr(data, "memory_drill", noting(data.memory_drill))
+    for stage in (*RECIPE, *MEMORY_RECIPE):
         for step, mix in enumerate(stage.mixes):
             data.batch(encoder, mix, 0, step)
     assert min(seeds) >= train_seed(0) > held_out_seed(-1)
@@ -72,6 +75,34 @@ def test_no_burst_of_prompt_exceeds_the_first(encoder, profile):
         marks = np.flatnonzero(spoken)[::128]
         for start, end in zip(marks, [*marks[1:], len(spoken)], strict=True):
             assert int((~spoken[start:end]).sum()) < first
+
+
+def test_a_memory_drill_names_what_a_later_slip_ends(encoder):
+    ends = set()
+    for seed in range(60):
+        told = memory_drill(seed)
+        shown, _, answer = told.text.partition("** Memory management mode **")
+        lines = shown.replace("<|im_end|>", "").splitlines()
+        results = [json.loads(line) for line in lines if line.startswith("{")]
+        assert [each["cursor"] for each in results] == list(range(len(results)))
+        slips = {each["slip"].partition("+")[0] for each in results if "slip" in each}
+        over = [
+            each["cursor"]
+            for each in results
+            if "session" not in each and each.get("port", "").partition("/")[0] in {"", *slips}
+        ]
+        named = json.loads(answer[answer.index("{") : answer.index("}") + 1])["del_cursors"]
+        assert named == over
+        assert answer.count(",done") == len(over)
+        assert answer.count(",keep") == len(results) - len(over)
+        row = encoder.row(told)
+        asked = encoder._core.decode(
+            row.ids[row.labels == MEMORY].tolist(), skip_special_tokens=False
+        )
+        assert asked == answer[answer.index("<think>") :].rstrip("\n")
+        assert set(row.labels) == {PROMPT, MEMORY}
+        ends |= {each["port"].partition("/")[0] in slips for each in results if "port" in each}
+    assert ends == {True, False}
 
 
 def test_facts_lie_far_back(small_rows, encoder):

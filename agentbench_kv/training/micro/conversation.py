@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from agentbench_kv.adapters.micro.episode import (
     TRIGGER,
+    Cursor,
     Episode,
     ExpectedCall,
     ExpectedReply,
@@ -81,6 +82,11 @@ class LabelledText:
     # Of the call or response it is part of; -1 outside of both.
     cursor: npt.NDArray[np.int16]
 
+    def __add__(self, other: LabelledText) -> LabelledText:
+        labels = np.concatenate([self.labels, other.labels])
+        cursor = np.concatenate([self.cursor, other.cursor])
+        return LabelledText(self.text + other.text, labels, cursor)
+
 
 def whole_session(episode: Episode) -> LabelledText:
     """Render an episode with everything the agent should say."""
@@ -95,15 +101,17 @@ def auxiliary(episode: Episode, turns: int, gone: Collection[int]) -> LabelledTe
     listed = [cursor for cursor in cursors(episode, turns) if cursor.number not in gone]
     session = _join(_session(episode, turns))
     session.labels[:] = PROMPT
-    tail = [
+    return session + question(listed)
+
+
+def question(listed: Sequence[Cursor]) -> LabelledText:
+    """Render the auxiliary turn alone, over the results that are still open."""
+    parts = [
         _Part(f"<|im_start|>user\n{TRIGGER}<|im_end|>\n<|im_start|>assistant\n", PROMPT),
         _Part(f"{auxiliary_reply(listed)}<|im_end|>", MEMORY),
         _Part("\n", PROMPT),
     ]
-    end = _join(tail, handles=False)
-    labels = np.concatenate([session.labels, end.labels])
-    cursor = np.concatenate([session.cursor, end.cursor])
-    return LabelledText(session.text + end.text, labels, cursor)
+    return _join(parts, handles=False)
 
 
 def _session(episode: Episode, turns: int) -> Iterator[_Part]:

@@ -28,6 +28,7 @@ from agentbench_kv.training.micro.conversation import (
     drill,
     whole_session,
 )
+from agentbench_kv.training.micro.memory_drill import memory_drill
 
 Ints = npt.NDArray[np.int64]
 
@@ -59,6 +60,7 @@ class Mix:
     gaps: float = 0.0  # share of rows whose positions leap ahead at some messages
     names: float = 1.0  # weight of the names the agent has to pick, which decide what it recalls
     memory: float = 2.0  # weight of the answer in an auxiliary turn
+    memory_drills: float = 0.0  # share
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,9 @@ def _row(encoder: RowEncoder, mix: Mix, number: int) -> TrainingRow:
     seed = train_seed(number * 4)
     if kind < mix.drills:
         row = encoder.row(drill(seed, mix.length))
-    elif kind < mix.drills + mix.auxiliary:
+    elif kind < mix.drills + mix.memory_drills:
+        row = encoder.row(memory_drill(seed))
+    elif kind < mix.drills + mix.memory_drills + mix.auxiliary:
         row = _auxiliary_row(encoder, mix, rng, seed)
     else:
         row = _longest(encoder, mix, rng, seed)
