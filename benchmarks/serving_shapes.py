@@ -175,7 +175,7 @@ def measure(cell: Cell, command: list[str], environment: dict[str, str]) -> dict
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
     """Let a measurement end its engine, as after a Ctrl-C; kill what does not."""
-    os.killpg(process.pid, signal.SIGINT)
+    process.terminate()  # `nohup` and a shell's `&` leave SIGINT ignored
     try:
         process.wait(_STOP_S)
     except subprocess.TimeoutExpired:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -162,6 +164,16 @@ def test_an_interrupted_cell_leaves_no_record(
     assert shapes.main(words(tmp_path, "--repeats", "1")) == 130
     assert not list(tmp_path.glob(f"**/{CELL}"))
     assert len(fake) == 1
+
+
+def test_a_measurement_that_ignores_ctrl_c_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shapes, "_STOP_S", 20.0)  # not to wait for what would be killed then
+    ignoring = "import signal, time; signal.signal(2, signal.SIG_IGN); print(); time.sleep(600)"
+    with subprocess.Popen([sys.executable, "-c", ignoring], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        shapes._stop(process)
+    assert process.returncode == -signal.SIGTERM
 
 
 @pytest.mark.usefixtures("fake")
