@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +19,6 @@ import numpy.typing as npt
 
 from agentbench_kv.adapters.micro.episode import (
     TRIGGER,
-    Cursor,
     Episode,
     ExpectedCall,
     ExpectedReply,
@@ -40,6 +39,7 @@ from agentbench_kv.adapters.micro.generate import (
     Code,
     draw_code,
 )
+from agentbench_kv.training.sidequest.annotation import reasoning, verdict
 
 LABELS = (
     "prompt", "noise", "template", "name", "memory", "copied",
@@ -93,22 +93,36 @@ def whole_session(episode: Episode) -> LabelledText:
     return _join(_session(episode, len(episode.turns)))
 
 
-def auxiliary(episode: Episode, turns: int, gone: Collection[int]) -> LabelledText:
+def auxiliary(
+    episode: Episode, turns: int, gone: Collection[int], *, reasoned: bool = False
+) -> LabelledText:
     """Render the first `turns` user turns and the auxiliary one, where alone tokens count.
 
-    The answer does not name the cursors in `gone`, which were evicted before.
+    The answer does not name the cursors in `gone`, which were evicted before. `reasoned` has it as
+    SideQuest's training teaches it.
     """
     listed = [cursor for cursor in cursors(episode, turns) if cursor.number not in gone]
     session = _join(_session(episode, turns))
     session.labels[:] = PROMPT
-    return session + question(listed)
+    if not reasoned:
+        return session + question(auxiliary_reply(listed))
+    calls = [call for turn in episode.turns[:turns] for call in turn.calls]
+    texts = {c.number: calls[c.number].result_json(c.number) for c in listed}
+    kept = ~np.isin(session.cursor, list(gone))
+    shown = "".join(np.array(list(session.text))[kept])
+    return session + question(reasoned_reply(texts, [c.number for c in listed if c.stale], shown))
 
 
-def question(listed: Sequence[Cursor]) -> LabelledText:
-    """Render the auxiliary turn alone, over the results that are still open."""
+def reasoned_reply(results: Mapping[int, str], stale: Sequence[int], shown: str) -> str:
+    """Write the answer to the trigger that SideQuest's training teaches."""
+    return f"<think>\n{reasoning(results, stale, shown)}\n</think>\n\n{verdict(stale)}"
+
+
+def question(reply: str) -> LabelledText:
+    """Render the auxiliary turn alone, with its answer."""
     parts = [
         _Part(f"<|im_start|>user\n{TRIGGER}<|im_end|>\n<|im_start|>assistant\n", PROMPT),
-        _Part(f"{auxiliary_reply(listed)}<|im_end|>", MEMORY),
+        _Part(f"{reply}<|im_end|>", MEMORY),
         _Part("\n", PROMPT),
     ]
     return _join(parts, handles=False)

@@ -61,6 +61,7 @@ class Mix:
     names: float = 1.0  # weight of the names the agent has to pick, which decide what it recalls
     memory: float = 2.0  # weight of the answer in an auxiliary turn
     memory_drills: float = 0.0  # share
+    reasoned: bool = False  # auxiliary turns are answered as SideQuest's training teaches it
 
 
 @dataclass(frozen=True)
@@ -150,27 +151,29 @@ def _auxiliary_row(encoder: RowEncoder, mix: Mix, rng: random.Random, seed: int)
     """Ask which cursors are stale, some stale ones being gone already."""
     episode = generate(seed, rng.choice(mix.profiles))
     for turns in range(rng.randint(2, len(episode.turns)), 0, -1):
-        row = _auxiliary_at(encoder, rng, episode, turns)
+        row = _auxiliary_at(encoder, rng, episode, turns, mix.reasoned)
         if len(row.ids) <= mix.length + 1:
             return row
     return _longest(encoder, mix, rng, seed)
 
 
-def auxiliary_row(encoder: RowEncoder, seed: int, profile: EpisodeProfile) -> TrainingRow:
+def auxiliary_row(
+    encoder: RowEncoder, seed: int, profile: EpisodeProfile, *, reasoned: bool = False
+) -> TrainingRow:
     """Return a row that asks which cursors of an episode are stale.
 
     The seed also decides when it is asked and what is gone by then.
     """
     episode, rng = generate(seed, profile), random.Random(f"memory/{seed}")
-    return _auxiliary_at(encoder, rng, episode, rng.randint(2, len(episode.turns)))
+    return _auxiliary_at(encoder, rng, episode, rng.randint(2, len(episode.turns)), reasoned)
 
 
 def _auxiliary_at(
-    encoder: RowEncoder, rng: random.Random, episode: Episode, turns: int
+    encoder: RowEncoder, rng: random.Random, episode: Episode, turns: int, reasoned: bool
 ) -> TrainingRow:
     stale = [cursor.number for cursor in cursors(episode, turns) if cursor.stale]
     gone = frozenset(rng.sample(stale, rng.choice((0, rng.randint(0, len(stale))))))
-    return encoder.row(auxiliary(episode, turns, gone), gone)
+    return encoder.row(auxiliary(episode, turns, gone, reasoned=reasoned), gone)
 
 
 def _with_gaps(encoder: RowEncoder, row: TrainingRow, rng: random.Random) -> TrainingRow:

@@ -115,31 +115,33 @@ LONG_RECIPE = (
 )
 """What the weights of `RECIPE` take on to become the model with long turns."""
 
+_DRILL = Mix(448, 8, (SHORT,), memory=5.0, memory_drills=0.95)
+_TURNS = Mix(
+    *(512, 7, (SHORT, MEDIUM)),
+    auxiliary=0.7,
+    names=5.0,
+    memory=5.0,
+    memory_drills=0.2,
+    reasoned=True,
+)
+_SESSIONS = Mix(
+    1152, 3, (MEDIUM, TASK_1K), auxiliary=0.6, gaps=0.3, names=5.0, memory=5.0, reasoned=True
+)
 MEMORY_RECIPE = (
     CurriculumStage(
         "memory drills",
-        (
-            Mix(448, 8, (SHORT,), memory=5.0, memory_drills=0.95),
-            Mix(448, 8, (SHORT,), memory=5.0, memory_drills=0.95),
-            Mix(448, 8, (SHORT,), memory=5.0, memory_drills=0.95),
-            Mix(1152, 3, (MEDIUM, TASK_1K), drills=0.1, gaps=0.3, names=5.0),
-        ),
-        4_000_000,
+        (_DRILL, _DRILL, _DRILL, Mix(1152, 3, (MEDIUM, TASK_1K), drills=0.1, gaps=0.3, names=5.0)),
+        2_500_000,
         rates=(0.5, 0.5),
     ),
     CurriculumStage(
         "memory turns",
-        (
-            Mix(512, 7, (SHORT, MEDIUM), auxiliary=0.7, names=5.0, memory=5.0, memory_drills=0.2),
-            Mix(5632, 1, (LONGEST,), names=5.0),
-            Mix(512, 7, (SHORT, MEDIUM), auxiliary=0.7, names=5.0, memory=5.0, memory_drills=0.2),
-            Mix(1152, 3, (MEDIUM, TASK_1K), auxiliary=0.6, gaps=0.3, names=5.0, memory=5.0),
-        ),
+        (_TURNS, Mix(5632, 1, (LONGEST,), names=5.0), _TURNS, _SESSIONS),
         4_000_000,
         rates=(0.5, 0.0),
     ),
 )
-"""What the weights of `RECIPE` take on to tell well which results are over."""
+"""What the weights of `RECIPE` take on to answer auxiliary turns as SideQuest teaches them."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import httpx
@@ -61,27 +61,33 @@ def verdict(named: Sequence[int]) -> str:
 
 
 def by_rule(question: ExpiryQuestion) -> str:
+    """Return the reasoning about a question's open cursors."""
+    results = with_cursors(question.session.messages)
+    texts = {use.cursor: text_of(dict(results[use.message].message)) for use in question.open}
+    return reasoning(texts, question.told, question.shown)
+
+
+def reasoning(results: Mapping[int, str], done: Collection[int], shown: str) -> str:
     """Return a line for every cursor up to the last open one, and what follows from it.
 
-    The line of an open one goes on behind its number as the result does, up to the first name in
-    it, for which its newest mention stands; then `keep`, or `done` with all that are done so far:
-    the command is a copy of the last such list. Those that left are listed too, because a small
-    model counts on where it should skip.
+    `results` are the texts of open ones, `shown` is all that the model sees. The line of an open
+    one goes on behind its number as the result does, up to the first name in it, for which its
+    newest mention stands; then `keep`, or `done` with all that are done so far: the command is a
+    copy of the last such list. Those that left are listed too, because a small model counts on
+    where it should skip.
     """
-    found = {use.cursor: use for use in question.open}
-    newest = {_name(word): word for word in WORD.findall(question.shown)}
-    results = with_cursors(question.session.messages)
+    newest = {_name(word): word for word in WORD.findall(shown)}
     lines: list[str] = []
-    done: list[int] = []
-    for cursor in range(max(found, default=-1) + 1):
-        if cursor not in found:
+    listed: list[int] = []
+    for cursor in range(max(results, default=-1) + 1):
+        if cursor not in results:
             lines.append(f"{cursor},-")
             continue
         state = "keep"
-        if cursor in question.told:
-            done.append(cursor)
-            state = f"done {json.dumps(done)}"
-        opening, name = _beginning(text_of(dict(results[found[cursor].message])), cursor)
+        if cursor in done:
+            listed.append(cursor)
+            state = f"done {json.dumps(listed)}"
+        opening, name = _beginning(results[cursor], cursor)
         lines.append(f"{cursor}{opening}{newest.get(name, name)[:_LONGEST_NAME]},{state}")
     return "\n".join(lines)
 
