@@ -17,6 +17,7 @@ from msgspec import structs
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from agentbench_kv.adapters.micro.episode import TRIGGER as MICRO_TRIGGER
+from agentbench_kv.adapters.micro.generate import PROFILES, generate
 from agentbench_kv.adapters.probe.session import ChatSession, ToolUse
 from agentbench_kv.engines.embedded.model import model_path
 from agentbench_kv.errors import UsageError
@@ -25,6 +26,7 @@ from agentbench_kv.methods.dropping.sidequest import TRIGGER
 from agentbench_kv.phases.tokens import TokenCodec, load_tokenizer
 from agentbench_kv.run.recordings import gold_source
 from agentbench_kv.run.traces import TraceCounts, trace_rows
+from agentbench_kv.training.micro.conversation import reasoned_reply
 from agentbench_kv.training.sidequest.annotation import ExpiryQuestion, by_rule
 from agentbench_kv.training.sidequest.hindsight import (
     CursorUse,
@@ -224,6 +226,19 @@ def test_a_fork_is_what_the_model_is_shown(rows: list[SideQuestRow], codec: Toke
             assert (f'{{"cursor": {cursor},' in text) == (cursor in fork.open)
         some_left |= len(fork.open) < len(brought)
     assert some_left
+
+
+def test_the_micro_models_memory_turns_are_those(
+    rows: list[SideQuestRow], codec: TokenCodec
+) -> None:
+    for row, fork in forks(rows):
+        episode = generate(int(row.sample.rpartition("-")[2]), PROFILES["recall-1k"])
+        results = [call.result_json(at) for at, call in enumerate(episode.calls)]
+        shown = asked(row, fork)
+        seen = [token for token, is_seen in zip(shown.ids, shown.seen[-1], strict=True) if is_seen]
+        opened = {cursor: results[cursor] for cursor in fork.open}
+        said = reasoned_reply(opened, fork.told, codec.decode(seen))
+        assert codec.decode(fork.ids[fork.answer :]) == f"{said}<|im_end|>"
 
 
 def test_traces_that_are_wrong_are_left_out() -> None:

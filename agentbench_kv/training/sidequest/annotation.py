@@ -63,7 +63,7 @@ def verdict(named: Sequence[int]) -> str:
 def by_rule(question: ExpiryQuestion) -> str:
     """Return the reasoning about a question's open cursors."""
     results = with_cursors(question.session.messages)
-    texts = {use.cursor: text_of(dict(results[use.message].message)) for use in question.open}
+    texts = {use.cursor: text_of(dict(results[use.message])) for use in question.open}
     return reasoning(texts, question.told, question.shown)
 
 
