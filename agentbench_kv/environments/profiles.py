@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from agentbench_kv.environments.archives import unpack_tar
 from agentbench_kv.errors import PrerequisiteError, UsageError
 
 
@@ -138,7 +139,7 @@ def _from_git(source: Repository, repository: Path, target: Path) -> str:
     tree = f"{source.commit}:{source.folder}"
     packed = _git(source, (*at, "archive", "--format=tar", f"--prefix={source.folder}/", tree))
     with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
-        archive.extractall(target, filter="data")
+        unpack_tar(archive, target)
     for name in source.files:
         (target / name).write_bytes(_git(source, (*at, "show", f"{source.commit}:{name}")))
     return f"git {source.tag} {source.commit}"

@@ -14,6 +14,7 @@ from typing import IO, Any, Self
 from agentbench_kv.adapters.base import Message, PastSession
 from agentbench_kv.adapters.worker import Limits, WorkerPool
 from agentbench_kv.environments import python_of
+from agentbench_kv.environments.archives import unpack_tar
 from agentbench_kv.gateway.recall import Recollection
 from agentbench_kv.methods.memory.plain import PlainMemory
 
@@ -94,7 +95,7 @@ class PackageStore:
 
     def unpack(self, bank: str, file: IO[bytes]) -> None:
         with tarfile.open(fileobj=file, mode="r|") as archive:
-            archive.extractall(self._folder(bank), filter="data")
+            unpack_tar(archive, self._folder(bank))
 
     def _warn(self, failure: str) -> None:
         """Say once what a package stumbled over; the run counts the others."""
