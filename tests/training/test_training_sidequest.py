@@ -391,6 +391,39 @@ def test_answers_are_learnt_and_the_task_is_not_forgotten(
         assert max(made._losses(row)[1].item() for row in usable) < 0.1
 
 
+def test_a_step_keeps_no_layers_activations(rows: list[SideQuestRow], tmp_path: Path) -> None:
+    """Layers compute them again; gradients are the same."""
+    made = tuner(trained_on(rows), tmp_path)
+    row = made._rows[0]
+    found: list[tuple[int, dict[str, torch.Tensor]]] = []
+    for spared in (True, False):
+        if not spared:
+            for module in made.network.modules():
+                if getattr(module, "gradient_checkpointing", False):
+                    module.gradient_checkpointing = False
+        made.network.train()
+        kept: dict[int, int] = {}
+
+        def keep(tensor: torch.Tensor, kept: dict[int, int] = kept) -> torch.Tensor:
+            if not isinstance(tensor, torch.nn.Parameter):
+                kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            asked, own = made._losses(row)
+        assert asked is not None
+        (asked + own).backward()
+        named = {
+            n: p.grad.clone() for n, p in made.network.named_parameters() if p.grad is not None
+        }
+        made._optimizer.zero_grad()
+        found.append((sum(kept.values()), named))
+    (less, one), (more, other) = found
+    assert less < more / 3
+    assert one.keys() == other.keys()
+    assert all(torch.allclose(one[name], other[name], atol=1e-6) for name in one)
+
+
 def test_sessions_held_out_are_not_trained_on(tmp_path: Path, rows: list[SideQuestRow]) -> None:
     names = [f"n{number}" for number in range(400)]
     out = [name for name in names if held_out(name)]
