@@ -229,7 +229,7 @@ def _with_adapter(model: Path, options: TuneOptions) -> Any:
         network = get_peft_model(base, config)
     # An agent's session is long: without it the activations of all layers are kept, for 9,000
     # tokens of a 0.5B model more than 12 GB.
-    inner = network.get_base_model()
+    inner: Any = network.get_base_model()
     if hasattr(inner, "activation_checkpointing_enable"):  # its name from transformers 5.24 on
         inner.activation_checkpointing_enable()
     else:
