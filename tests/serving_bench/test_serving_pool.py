@@ -79,6 +79,7 @@ def test_the_embedded_engine_counts_slots_that_sessions_use() -> None:
             list(engine.generate(name, Sampling(max_tokens=1)))
         size = engine.bytes_per_token
         engine.close("b")
+        waited(lambda: engine._scheduler.pools.used == SMALLEST * size)  # it is gone by now
         assert engine.pool_peak() == (SMALLEST + 2 * SMALLEST) * size
         waited(lambda: engine.pool_peak() == SMALLEST * size)
     finally:
