@@ -5,9 +5,18 @@ import numpy as np
 import pytest
 import torch
 
-from agentbench_kv.adapters.micro.generate import PROFILES, held_out_seed, train_seed
+from agentbench_kv.adapters.micro.episode import cursors
+from agentbench_kv.adapters.micro.generate import PROFILES, generate, held_out_seed, train_seed
 from agentbench_kv.training.micro import data
-from agentbench_kv.training.micro.conversation import EVIDENCE, LABELS, MEMORY, PROMPT, TEMPLATE
+from agentbench_kv.training.micro.conversation import (
+    EVIDENCE,
+    LABELS,
+    MEMORY,
+    PROMPT,
+    TEMPLATE,
+    auxiliary,
+    reasoned_reply,
+)
 from agentbench_kv.training.micro.evaluate import gaps
 from agentbench_kv.training.micro.memory_drill import memory_drill
 from agentbench_kv.training.micro.tokenizer import build_tokenizer
@@ -103,6 +112,25 @@ def test_a_memory_drill_names_what_a_later_slip_ends(encoder):
         assert set(row.labels) == {PROMPT, MEMORY}
         ends |= {each["port"].partition("/")[0] in slips for each in results if "port" in each}
     assert ends == {True, False}
+
+
+def test_an_answer_names_nothing_that_has_left(encoder):
+    """The newest mention of a name is one that the row still holds."""
+    differ = 0
+    for seed in range(12):
+        episode = generate(held_out_seed(seed), SMALL)
+        turns, calls = len(episode.turns), episode.calls
+        gone = {max(n for n, call in enumerate(calls) if call.name == "open")}
+        told = auxiliary(episode, turns, gone, reasoned=True)
+        row = encoder.row(told, frozenset(gone))
+        shown = encoder._core.decode(row.ids[row.labels != MEMORY].tolist(), False)
+        texts = {n: call.result_json(n) for n, call in enumerate(calls) if n not in gone}
+        stale = [c.number for c in cursors(episode, turns) if c.stale and c.number not in gone]
+        answer = encoder._core.decode(row.ids[row.labels == MEMORY].tolist(), False)
+        assert answer == reasoned_reply(texts, stale, shown) + "<|im_end|>"
+        whole = told.text.rpartition("<think>")[0]
+        differ += reasoned_reply(texts, stale, whole) != reasoned_reply(texts, stale, shown)
+    assert differ
 
 
 def test_facts_lie_far_back(small_rows, encoder):
