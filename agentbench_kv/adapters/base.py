@@ -248,6 +248,11 @@ class Task(ABC):
         """
         return None
 
+    @property
+    def sends_messages(self) -> bool:
+        """Whether the agent sends chat messages, not one text that only the task can take apart."""
+        return True
+
     def settings(self) -> dict[str, Any]:
         """Return every setting with its value, for the run record; rare ones only where set."""
         known = {key: (spec, getattr(self, key)) for key, spec in self.parameters().items()}

@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any, Self
 
 from agentbench_kv.adapters.base import Sample, ScriptedAgent, Task
-from agentbench_kv.engines.base import Engine, EngineOptions, ScriptSource
+from agentbench_kv.engines.base import Capability, Engine, EngineOptions, ScriptSource
 from agentbench_kv.errors import EngineGoneError, KVBenchError, UsageError
 from agentbench_kv.gateway import AnyGateway, open_gateway
 from agentbench_kv.gateway.http import BackgroundServer
 from agentbench_kv.methods.base import Method, QueryKind
+from agentbench_kv.methods.dropping.policy import DropMethod
 from agentbench_kv.methods.memory.plain import PlainMemory
 from agentbench_kv.phases.machine import PLAIN
 from agentbench_kv.registry import load_engine, load_task
@@ -76,6 +77,19 @@ def check_task(name: str, engine: type[Engine], task: type[Task], method: Method
         )
 
 
+def check_messages(spec: RunSpec, engine: type[Engine]) -> None:
+    """Refuse a task that sends no messages where a method or an engine needs them."""
+    if load_task(spec.task).create(spec.task_params).sends_messages:
+        return
+    if isinstance(spec.built_method, DropMethod):
+        found = f"method {spec.method!r} drops messages"
+    elif Capability.TEXT in engine.capabilities:
+        found = f"engine {spec.engine!r} takes messages only"
+    else:
+        return
+    raise UsageError(f"{found}, and task {spec.task!r} sends raw completions; use --set route=chat")
+
+
 def warn_without_phases(method: Method, gateway: AnyGateway) -> None:
     """Say that a method goes by phases which nobody can tell in this model's format.
 
@@ -101,6 +115,7 @@ def check_all(specs: Sequence[RunSpec]) -> None:
         check_task(spec.engine, cls, load_task(spec.task), spec.built_method)
         check_foresight(spec)
         check_memory(spec)
+        check_messages(spec, cls)
         cls.check_model(spec.model)
         cls.check_options(engine_options(spec))
         cls.check_kv_dtype(engine_options(spec))

@@ -97,6 +97,7 @@ def _data(
     annotate = _annotator(request.annotator)
     with ExitStack() as stack:
         for source in _sources(request, stack):
+            _check_messages(source)
             report(f"playing {len(source.samples)} traces, then again as the method would")
             for row in trace_rows(source, request.every, annotate, request.options.seed, counts):
                 rows.append(row)
@@ -111,6 +112,14 @@ def _data(
     card = {"made_of": made_of, "sha": rows_sha(path), **asdict(counts), **count_rows(rows)}
     write_atomic(card_path, json_bytes(card, indent=1))
     return rows, card
+
+
+def _check_messages(source: AnswerSource) -> None:
+    if not source.task.sends_messages:
+        raise UsageError(
+            f"{source.spec.task!r} sent raw completions, and SideQuest is trained on messages; "
+            "use --gold TASK --set route=chat, or runs of it with that setting"
+        )
 
 
 def _made_of(request: TrainingRequest) -> dict[str, Any]:

@@ -88,6 +88,39 @@ def test_the_oracle_is_refused_where_nobody_knows_the_future(words: tuple[str, .
     assert "use it in kvbench run" in told or "use micro/recall-1k, micro/recall-5k" in told
 
 
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        (("--method", "turn-window", "--budget", "500"), "method 'turn-window' drops messages"),
+        (("--method", "sidequest-prompted"), "method 'sidequest-prompted' drops messages"),
+        (("--engine", "api", "--model", "http://127.0.0.1:9/v1#m", "--method", "full"), "'api'"),
+    ],
+)
+def test_raw_completions_are_refused_before_anything_starts(
+    tmp_path: Path, words: tuple[str, ...], found: str
+) -> None:
+    out = tmp_path / "runs"
+    command = ["run", "--task", "bfcl/multi_turn_base", "--out", str(out), *words]
+    result = CliRunner().invoke(kvbench, command)
+    assert isinstance(result.exception, UsageError)
+    assert found in str(result.exception)
+    assert str(result.exception).endswith("use --set route=chat")
+    assert not out.exists()
+
+
+@pytest.mark.engine
+def test_raw_completions_teach_no_dropping(tmp_path: Path) -> None:
+    """SideQuest's cursors are those of messages: of raw traces nothing could be learnt."""
+    try:
+        python_of("bfcl")
+    except PrerequisiteError:
+        pytest.skip("bfcl environment absent: kvbench env create bfcl")
+    command = ["train", "sidequest", "--gold", "bfcl/multi_turn_base", "--model", "micro"]
+    result = CliRunner().invoke(kvbench, [*command, "--out", str(tmp_path / "quest")])
+    assert isinstance(result.exception, UsageError)
+    assert "sent raw completions, and SideQuest is trained on messages" in str(result.exception)
+
+
 @pytest.mark.engine
 def test_the_oracle_with_a_benchmarks_golden_agent(tmp_path: Path) -> None:
     try:

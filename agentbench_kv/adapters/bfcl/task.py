@@ -36,6 +36,10 @@ class BfclTask(WorkerTask):
 
     _scripts: dict[tuple[str, str], list[str]] = field(default_factory=dict, init=False, repr=False)
 
+    @property
+    def sends_messages(self) -> bool:
+        return self.route == "chat"
+
     def samples(self, limit: int | None, seed: int) -> list[Sample]:  # noqa: ARG002
         return [Sample(each["id"], each["scenario"]) for each in self._ask("samples")][:limit]
 
