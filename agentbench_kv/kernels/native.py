@@ -83,10 +83,12 @@ _SIGNATURES: dict[str, list[Any]] = {
     "kvb_ring_write": [_P, _I, _L, _L, _P, _I, _L, _L, _P, _L, _L, _L],
     "kvb_rope_rotate": [_Rows, _I, _Table, _Shape, _P, _L, _P, _L, _L, _L, _P, _I, _I],
     "kvb_aabb": [_P, _I, _L, _L, _L, _L, _L, _L, _P, _P],
-    "kvb_aabb_score": [_P, _P, _P, _L, _L, _L, _L, _L, _P],
     "kvb_similarity": [_P, _I, _L, _L, _L, _L, _L, c_float, _P, _P],
 }
-_OF_CPU: dict[str, list[Any]] = {"kvb_attention": [POINTER(_Attend)]}
+_OF_CPU: dict[str, list[Any]] = {
+    "kvb_attention": [POINTER(_Attend)],
+    "kvb_aabb_score": [_P, _P, _P, _L, _L, _L, _L, _L, _P],
+}
 _WORKSPACES: dict[str, list[Any]] = {  # bytes that an operation needs
     "kvb_attention_mass_workspace": [POINTER(_Mass)],
     "kvb_similarity_workspace": [_L, _L, _L],
@@ -101,8 +103,8 @@ class NativeBackend:
         self.path = path
         self.about = about
         self._library = ctypes.CDLL(str(path))
-        self._attends = hasattr(self._library, "kvb_attention")
-        own = _OF_CPU if self._attends else {}
+        self._of_cpu = hasattr(self._library, "kvb_attention")
+        own = _OF_CPU if self._of_cpu else {}
         for symbol, arguments in (_SIGNATURES | own).items():
             getattr(self._library, symbol).argtypes = [*arguments, *_ENDING]
         self._library.kvb_error.restype = c_char_p
@@ -138,7 +140,7 @@ class NativeBackend:
     ) -> Tensor:
         dtype = queries.dtype
         alike = dtype in DTYPES and {keys.dtype, values.dtype} == {dtype}
-        if not (alike and self._attends):
+        if not (alike and self._of_cpu):
             return TorchBackend().attention(queries, keys, values, seen, scaling, sinks, before)
         queries, keys, values = (_innermost(each) for each in (queries, keys, values))
         sessions, heads, n, head_dim = queries.shape
@@ -301,6 +303,8 @@ class NativeBackend:
         return lows, highs
 
     def aabb_score(self, queries: Tensor, lows: Tensor, highs: Tensor) -> Tensor:
+        if not self._of_cpu:
+            return TorchBackend().aabb_score(queries, lows, highs)
         queries, lows, highs = (each.float().contiguous() for each in (queries, lows, highs))
         q_heads, n, head_dim = queries.shape
         kv_heads, blocks, _ = lows.shape

@@ -218,9 +218,9 @@ class TorchBackend:
     def aabb_score(self, queries: Tensor, lows: Tensor, highs: Tensor) -> Tensor:
         """Take the better corner of the box channel by channel: highs where q >= 0, else lows."""
         grouped = queries.float().reshape(len(lows), -1, *queries.shape[1:])
-        above = torch.einsum("hgnd,hbd->hgnb", grouped.clamp(min=0), highs)
-        below = torch.einsum("hgnd,hbd->hgnb", grouped.clamp(max=0), lows)
-        return (above + below).flatten(0, 1)
+        signs = torch.cat([grouped.clamp(min=0), grouped.clamp(max=0)], -1)
+        corners = torch.cat([highs, lows], -1).float()
+        return torch.einsum("hgnd,hbd->hgnb", signs, corners).flatten(0, 1)
 
     def similarity_column_mean(self, keys: Tensor, threshold: float) -> Tensor:
         """Multiply a block of rows at a time."""

@@ -32,20 +32,6 @@ __global__ void boxes(BoxJob job) {
   }
 }
 
-__global__ void box_scores(const float* queries, const float* lows, const float* highs, int64_t n,
-                           int64_t group, int64_t blocks, int64_t head_dim, float* scores,
-                           int64_t count) {
-  const int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x;
-  if (i >= count) return;
-  const float* query = queries + i / blocks * head_dim;
-  const int64_t own = (i / blocks / n / group * blocks + i % blocks) * head_dim;
-  float total = 0;
-  for (int64_t c = 0; c < head_dim; ++c) {
-    total += fmaxf(query[c] * highs[own + c], query[c] * lows[own + c]);
-  }
-  scores[i] = total;
-}
-
 }  // namespace kvb
 
 #else
@@ -134,25 +120,17 @@ extern "C" int kvb_aabb(const void* keys, int32_t dtype, int64_t key_head, int64
 #endif
 }
 
+#ifndef KVB_DEVICE  // a GPU's own matrix products are faster
 extern "C" int kvb_aabb_score(const float* queries, const float* lows, const float* highs,
                               int64_t q_heads, int64_t n, int64_t group, int64_t blocks,
                               int64_t head_dim, float* scores, int32_t threads, void* stream) {
-  const int64_t count = q_heads * n * blocks;
-  if (count == 0) return 0;
-#ifdef KVB_DEVICE
-  (void)threads;
-  const auto queue = static_cast<cudaStream_t>(stream);
-  const auto grid = static_cast<unsigned>(kvb::ceil_div(count, 256));
-  KVB_LAUNCH(kvb::box_scores, grid, 256, 0, queue, queries, lows, highs, n, group, blocks, head_dim,
-             scores, count);
-  return cudaGetLastError();
-#else
   (void)stream;
-  const int64_t rows = group * n, corners = blocks * head_dim;
+  const int64_t count = q_heads * n * blocks, rows = group * n, corners = blocks * head_dim;
+  if (count == 0) return 0;
   kvb::parallel_for(q_heads / group, count * head_dim, threads, [&](int64_t h) {
     kvb::box_head(queries + h * rows * head_dim, rows, lows + h * corners, highs + h * corners,
                   blocks, head_dim, scores + h * rows * blocks);
   });
   return 0;
-#endif
 }
+#endif

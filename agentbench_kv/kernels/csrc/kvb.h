@@ -125,7 +125,7 @@ int kvb_aabb(const void* keys, int32_t dtype, int64_t key_head, int64_t key_row,
              int64_t tokens, int64_t head_dim, int64_t block, float* lows, float* highs,
              int32_t threads, void* stream);
 
-// scores [q_heads, n, blocks] = sum over channels of max(q * high, q * low).
+// CPU: scores [q_heads, n, blocks] = sum over channels of max(q * high, q * low).
 int kvb_aabb_score(const float* queries, const float* lows, const float* highs, int64_t q_heads,
                    int64_t n, int64_t group, int64_t blocks, int64_t head_dim, float* scores,
                    int32_t threads, void* stream);
