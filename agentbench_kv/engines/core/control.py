@@ -62,6 +62,9 @@ class SchedulerSession(ABC):
     ledger: SessionLedger
     lasting: bool  # it outlives its request; a request without a session does not
     prompt: PromptPhases = field(default_factory=PromptPhases, kw_only=True)
+    # Tokens and phases of the rows that it may share, until it has begun; None: it shares none.
+    prefix_key: bytes | None = field(default=None, kw_only=True)
+    prefix_tokens: int = field(default=0, kw_only=True)
 
     @property
     @abstractmethod

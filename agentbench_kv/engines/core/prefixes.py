@@ -2,11 +2,33 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Generic, Protocol, TypeVar
 
+import numpy as np
+
+from agentbench_kv.engines.core.control import SchedulerSession
+from agentbench_kv.methods.base import Method
+from agentbench_kv.phases.machine import cut_runs
+
 PREFIXES = 16  # that are kept, as long as there is room
+
+
+def plan_prefix(
+    session: SchedulerSession, method: Method, tokens: Sequence[int], page: int
+) -> None:
+    """Note what a session that is about to read `tokens` may share: whole pages of its system."""
+    count = session.prefix_tokens = session.ledger.system // page * page
+    session.prefix_key = None
+    if session.ledger.fed or method.prefix == "own" or not 0 < count < len(tokens):
+        return
+    if method.compresses and not session.ledger.protects(count):
+        return  # events would evict from them
+    runs = cut_runs(session.prompt.runs, count)
+    parts = [count, *tokens[:count], *itertools.chain(*runs)]
+    session.prefix_key = np.array(parts, np.int64).tobytes()
 
 
 class StoredPrefix(Protocol):

@@ -487,6 +487,34 @@ def refuse_offload(
         )
 
 
+def refuse_unshared(engine: str, options: EngineOptions) -> None:
+    """Refuse to share a prefix where it is shared anyway, or where its rows would change."""
+    method, asked = options.method, f"prefix=shared of {options.method.label}"
+    if method.prefix != "shared":
+        return
+    if method.name == "full":
+        raise UsageError(
+            f"{asked}: {engine} as shipped, which `full` is, has a prefix cache of its own; use "
+            "--method full, or full-constrained with --set prefix=shared for the plug-in's"
+        )
+    if method.positions == "cache":
+        raise UsageError(
+            f"{asked}: positions=cache turns all keys at every event, so no row stays common; "
+            "use --set positions=logical"
+        )
+    if method.compresses and method.protect == "none":
+        raise UsageError(
+            f"{asked}: {engine} shares rows that no event changes; use --set protect=system, or "
+            "--engine embedded, which copies what an event changes"
+        )
+    _, facts = read_asked(options)
+    if facts.window:
+        raise UsageError(
+            f"{asked}: {facts.family} has layers with a window, whose rows go back as it moves "
+            "on; leave prefix=shared out"
+        )
+
+
 def check_context(options: EngineOptions, argument: str, margin: int = 0) -> None:
     """Refuse an engine's own argument that asks for more positions than the model has."""
     asked, (_, facts) = asked_context(options, argument), read_asked(options)

@@ -24,6 +24,7 @@ from agentbench_kv.engines.serving.engine import (
     refuse_arguments,
     refuse_offload,
     refuse_quantised,
+    refuse_unshared,
     start_server,
 )
 from agentbench_kv.engines.serving.process import ControlClient, Launch
@@ -319,7 +320,8 @@ class SglangEngine(ServingEngine):
     """
 
     capabilities: ClassVar[frozenset[Capability]] = (
-        frozenset({Capability.FORK, Capability.OFFLOAD}) | ServingEngine.capabilities
+        frozenset({Capability.FORK, Capability.OFFLOAD, Capability.SHARE_PREFIX})
+        | ServingEngine.capabilities
     )
     takes_arguments: ClassVar[bool] = True
     kv_dtypes: ClassVar[tuple[str, ...]] = ("fp8_e4m3", "fp8_e5m2")
@@ -355,6 +357,7 @@ class SglangEngine(ServingEngine):
         refuse_quantised("kv-cache-dtype", options)
         refuse_offload("SGLang", _OFFLOAD, options, gpu)
         check_folder("sglang", options, lambda facts: _unsupported(facts, options, gpu=gpu))
+        refuse_unshared("SGLang", options)
 
     def close(self, session: str) -> KVStats:
         self._wire.forget(self._sessions[session].backend_name)

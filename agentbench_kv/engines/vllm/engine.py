@@ -22,10 +22,10 @@ from agentbench_kv.engines.serving.engine import (
     check_context,
     check_folder,
     offload_gb,
-    read_asked,
     refuse_arguments,
     refuse_offload,
     refuse_quantised,
+    refuse_unshared,
     start_server,
 )
 from agentbench_kv.engines.serving.process import Launch, listens
@@ -338,33 +338,7 @@ class VllmEngine(ServingEngine):
         refuse_quantised("kv-cache-dtype", options)
         refuse_offload("vLLM", _OFFLOAD, options, gpu)
         check_folder("vllm", options, lambda facts: _unsupported(facts, options, gpu=gpu))
-        if options.method.prefix == "shared":
-            _refuse_unshared(options.method, read_asked(options)[1])
-
-
-def _refuse_unshared(method: Method, facts: ModelFacts) -> None:
-    """Refuse to share a prefix where it is shared anyway, or events would change its blocks."""
-    asked = f"prefix=shared of {method.label}"
-    if method.name == "full":
-        raise UsageError(
-            f"{asked}: vLLM as shipped, which `full` is, has a prefix cache of its own; use "
-            "--method full, or full-constrained with --set prefix=shared for the plug-in's"
-        )
-    if method.positions == "cache":
-        raise UsageError(
-            f"{asked}: positions=cache turns all keys at every event, so no block stays common; "
-            "use --set positions=logical"
-        )
-    if method.compresses and method.protect == "none":
-        raise UsageError(
-            f"{asked}: vLLM shares blocks that no event changes; use --set protect=system, or "
-            "--engine embedded, which copies what an event changes"
-        )
-    if facts.window:
-        raise UsageError(
-            f"{asked}: {facts.family} has layers with a window, whose blocks go back as it moves "
-            "on; leave prefix=shared out"
-        )
+        refuse_unshared("vLLM", options)
 
 
 def _environment_for(device: str) -> str:

@@ -19,14 +19,15 @@ from agentbench_kv.engines.sglang.engine import SglangEngineWire, _refuse_abort,
 from agentbench_kv.engines.sglang.plugin import cpu
 from agentbench_kv.engines.sglang.plugin.hooks import Patches
 from agentbench_kv.engines.sglang.plugin.memory import add_one_req, running_growth
+from agentbench_kv.engines.sglang.plugin.prefixes import SharedPrefixes
 from agentbench_kv.engines.sglang.plugin.sessions import SglangSessions, attach
+from agentbench_kv.engines.sglang.plugin.steps import Steps
 from agentbench_kv.engines.sglang.plugin.versions import VERSIONS, Sglang0512, Sglang0523
 from agentbench_kv.engines.sglang.plugin.worker import (
     DecodedRow,
     DeviceWorker,
     Pool,
     PrefilledRows,
-    Steps,
 )
 from agentbench_kv.errors import CapacityError, KVBenchError
 from agentbench_kv.kernels.layout import PagedRows
@@ -101,7 +102,7 @@ def request(rid: str, tokens: int, limit: int, session: str | None = None) -> An
 
 
 def table_of(method: Method) -> SglangSessions:
-    return SglangSessions(method, 1, lambda _: pytest.fail("no stop text was asked for"))
+    return SglangSessions(method, 1, 1, lambda _: pytest.fail("no stop text was asked for"))
 
 
 def test_a_session_is_its_request_in_flight_only() -> None:
@@ -193,7 +194,7 @@ class FakeWorker:
         self.labelled: list[int] = []
         self.rows = SimpleNamespace(drop=lambda _name: None)
 
-    def plan_prefill(self, fed: Any, _parts: Any, _prompts: Any) -> None:
+    def plan_prefill(self, fed: Any, _parts: Any, _prompts: Any, _left: Any) -> None:
         self.labelled += [token for each in fed for token in each.tokens]
 
     def settle(self, decoded: Any) -> None:
@@ -231,7 +232,8 @@ def turn(
     sessions, worker, cache = table_of(method), FakeWorker(), FakeCache()
     evictions = list[Eviction]()
     compactor = SimpleNamespace(carry_out=lambda _held, _row, eviction: evictions.append(eviction))
-    steps = Steps(sessions, worker, compactor, version)  # type: ignore[arg-type]
+    prefixes = SharedPrefixes(sessions, worker, None, version)  # type: ignore[arg-type]
+    steps = Steps(sessions, worker, compactor, prefixes, version)  # type: ignore[arg-type]
     one = prefilled_request(version, 20, 6)
     rows, held = version.rows(one), sessions.begin(one)
     steps.prefill([one])
@@ -291,7 +293,7 @@ def test_staged_queries_end_up_where_a_prefill_puts_them(kept: str) -> None:
     whole, stepwise = small_worker(kept), small_worker(kept)
     for worker, count in ((whole, 40), (stepwise, 12)):
         part = PrefilledRows("s", 2, 3, count, count)
-        worker.plan_prefill([Fed("s", 0, tokens[:count])], [part], prompts)
+        worker.plan_prefill([Fed("s", 0, tokens[:count])], [part], prompts, {})
         for layer in range(2):
             # Three rows in front belong to a request that is nobody's turn.
             packed = torch.cat([torch.full((3, 4, 8), 9.0), queries[layer, :count]])

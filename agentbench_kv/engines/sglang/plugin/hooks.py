@@ -134,8 +134,10 @@ class Patches:
         self, original: Original, request: Any, *args: Any, **kwargs: Any
     ) -> None:
         """Make lengths physical: the first ids only stand for rows that are gone."""
-        original(request, *args, **kwargs)
         session = self.runtime.table.of(request)
+        if session is not None:
+            self.runtime.prefixes.offer(session)
+        original(request, *args, **kwargs)
         if session is not None and session.ledger.deficit:
             self._version.skip_ids(request, session.ledger.deficit)
 
@@ -155,8 +157,17 @@ class Patches:
     def add_one_req(
         self, original: Original, adder: Any, request: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        table, uncached = self.runtime.table, self._version.uncached(request)
-        return add_one_req(table, original, adder, request, uncached, *args, **kwargs)
+        """Admit a request, unless another one computes what it begins with."""
+        from sglang.srt.managers.schedule_policy import AddReqResult
+
+        table, prefixes = self.runtime.table, self.runtime.prefixes
+        session, uncached = table.of(request), self._version.uncached(request)
+        if session is not None and not prefixes.may_begin(session):
+            return AddReqResult.CONTINUE
+        result = add_one_req(table, original, adder, request, uncached, *args, **kwargs)
+        if session is not None and request not in adder.can_run_list[-1:]:
+            prefixes.withdraw(session)
+        return result
 
     def get_running_request_total_token_offset(
         self, original: Original, adder: Any, request: Any

@@ -22,7 +22,10 @@ Original = Callable[..., Any]
 
 
 class MemoryPressure:
-    """Frees the rows of sessions that do not generate; going on, they are computed again."""
+    """Frees prefixes that nobody reads, then the rows of sessions that do not generate.
+
+    Going on, these are computed again.
+    """
 
     def __init__(self, table: SglangSessions, scheduler: Any, version: Sglang0512) -> None:
         self._table = table
@@ -51,7 +54,11 @@ class MemoryPressure:
             self._refuse(first)
 
     def _drop_one(self) -> bool:
-        """Free the rows of one session that does not run; False if there is none."""
+        """Free an unread prefix, or the rows of a session that does not run; False if none is."""
+        first = next(iter(self._scheduler.waiting_queue), None)
+        beginning = None if first is None else self._table.of(first)
+        if self._table.prefixes.make_room(None if beginning is None else beginning.prefix_key):
+            return True
         victim = next(iter(self._table.resting()), None) or self._last_waiting()
         if victim is None:
             return False
@@ -59,6 +66,7 @@ class MemoryPressure:
         if victim.request is not None:
             # It may have been given the row in an earlier attempt to start.
             self._version.forget_rows(victim.request)
+            self._table.plan_prefix(victim)
         self.drops += 1
         return True
 
@@ -147,7 +155,7 @@ def _growth(table: SglangSessions, session: SglangSession, request: Any, pending
     left: int = max(0, request.sampling_params.max_new_tokens - len(request.output_ids))
     if not method.compresses or method.trigger == "turn":
         return left
-    start = session.ledger.live + pending
+    start = (session.ledger.live or session.shared) + pending
     budget = method.budget_at(session.ledger.fed + pending + left)
     return min(left, max(start, budget) + method.interval - start)
 
@@ -193,7 +201,9 @@ class Forks:
             return {"shared": 0, "copied": 0}
         shared = rows // page * page
         self._share(held.req_pool_idx, name, rows, shared)
-        fork.parent, fork.shared = source.name, shared
+        if source.prefix is not None:
+            source.prefix.join(fork.name)
+        fork.parent, fork.prefix, fork.shared = source.name, source.prefix, shared
         self.shared += shared
         self._worker.rows.fork(source.name, name)
         return {"shared": shared, "copied": rows - shared}

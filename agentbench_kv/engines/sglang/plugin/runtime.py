@@ -18,13 +18,14 @@ from agentbench_kv.engines.core.host import refuse_unsupported
 from agentbench_kv.engines.core.policy import BackendPolicy, rope_frequencies
 from agentbench_kv.engines.core.rings import RowShape
 from agentbench_kv.engines.sglang.plugin.memory import Forks, MemoryPressure
+from agentbench_kv.engines.sglang.plugin.prefixes import SharedPrefixes
 from agentbench_kv.engines.sglang.plugin.sessions import SglangSession, SglangSessions
+from agentbench_kv.engines.sglang.plugin.steps import Steps
 from agentbench_kv.engines.sglang.plugin.versions import Sglang0512
 from agentbench_kv.engines.sglang.plugin.worker import (
     Compactor,
     DeviceWorker,
     Pool,
-    Steps,
     cut_history,
     shorten,
 )
@@ -92,7 +93,8 @@ class Runtime:
                 f"{self.worker.shape}, at most {len(self.worker.deficits)}"
             )
         self.worker.pool = pool
-        self.table = SglangSessions(policy.method, shape.bytes_per_token, policy.stop_matcher)
+        size, matcher = shape.bytes_per_token, policy.stop_matcher
+        self.table = SglangSessions(policy.method, size, page, matcher)
 
     def attach(self, scheduler: Any) -> None:
         """Take over a scheduler that is complete."""
@@ -106,7 +108,8 @@ class Runtime:
             self.worker.check_seen()
         self.compactor = Compactor(self.worker, scheduler.token_to_kv_pool_allocator)
         version = self.version
-        self.steps = Steps(self.table, self.worker, self.compactor, version)
+        self.prefixes = SharedPrefixes(self.table, self.worker, scheduler, version)
+        self.steps = Steps(self.table, self.worker, self.compactor, self.prefixes, version)
         self.memory = MemoryPressure(self.table, scheduler, version)
         self.forks = Forks(self.table, self.worker, self.compactor, scheduler, version)
         # Readable when a command waits, for a scheduler that sleeps on file descriptors.
@@ -134,6 +137,7 @@ class Runtime:
             raise ValueError("CUDA graphs were captured without queries; start the server anew")
         self.policy = policy
         self.table.method = policy.method
+        self.table.prefixes.clear()
         self.worker.configure(policy)
 
 
@@ -209,6 +213,7 @@ class Commands(SessionCommands[SglangSession]):
             "dropped": runtime.memory.drops,
             "fork_shared": runtime.forks.shared,
             "fork_copied": runtime.forks.copied,
+            "prefix_blocks": runtime.table.prefixes.rows // page,
         }
 
     def use(self, method: dict[str, Any]) -> None:
@@ -246,6 +251,10 @@ class Commands(SessionCommands[SglangSession]):
         runtime = self._runtime
         session = self._at_rest(request)
         runtime.forks.check_alone(session)
+        if session.prefix is not None:
+            first = session.prefix.rows
+            if any(max(0, start) < min(end, first) for start, end in request["spans"]):
+                raise ValueError(f"the first {first} tokens of session {session.name} are shared")
         held = runtime.forks.held(session.name)
         if held is None:
             return 0
@@ -259,6 +268,9 @@ class Commands(SessionCommands[SglangSession]):
         """Forget the tokens of a session at rest from logical position `length` on."""
         runtime, session, length = self._runtime, self._at_rest(request), request["length"]
         runtime.forks.check_alone(session)
+        if session.prefix is not None and length < session.prefix.rows:
+            # What comes next would be written into others' pages.
+            runtime.scheduler.tree_cache.release_session(session.name)
         held = runtime.forks.held(session.name)
         if not length:
             self._reset(request)

@@ -10,6 +10,7 @@ from typing import Any
 from agentbench_kv.engines.base import KVStats
 from agentbench_kv.engines.core.control import SchedulerSession
 from agentbench_kv.engines.core.ledger import SessionLedger
+from agentbench_kv.engines.core.prefixes import PrefixTable, plan_prefix
 from agentbench_kv.methods.base import Method
 from agentbench_kv.phases.machine import PromptPhases
 from agentbench_kv.phases.tokens import StopMatcher
@@ -32,6 +33,37 @@ class StopRule:
 
 
 @dataclass
+class SlotPrefix:
+    """Whole pages that sessions begin with and none writes."""
+
+    name: str  # of its slot, and what the worker calls it
+    rows: int
+    row: int  # in SGLang's table
+    release: Callable[[str], None]
+    readers: set[str] = field(default_factory=set)  # sessions
+    freed: bool = False
+
+    @property
+    def rows_in_use(self) -> bool:
+        return bool(self.readers)
+
+    def free(self) -> None:
+        self.freed = True
+        if not self.readers:
+            self.release(self.name)
+
+    def join(self, session: str) -> None:
+        """Note that a session's first rows are the prefix's."""
+        self.readers.add(session)
+
+    def leave(self, session: str) -> None:
+        """Note that they are gone."""
+        self.readers.discard(session)
+        if self.freed and not self.readers:
+            self.release(self.name)
+
+
+@dataclass
 class SglangSession(SchedulerSession):
     """One session, or one request without a session."""
 
@@ -44,7 +76,9 @@ class SglangSession(SchedulerSession):
     stop: StopRule | None = None
     used: int = 0  # when it was last at work, in no unit
     settled: KVStats | None = None  # the accounting after its last turn; None while one runs
-    parent: str | None = None  # the session whose first `shared` rows it reads
+    # Its first `shared` rows are another session's, the parent's, or else the prefix's.
+    parent: str | None = None
+    prefix: SlotPrefix | None = None
     shared: int = 0
 
     @property
@@ -58,8 +92,10 @@ class SglangSessions:
 
     method: Method  # for ledgers of new sessions
     bytes_per_token: int
+    page: int  # rows of a page
     matcher: MatcherSource  # makes a matcher of a stop document
     sessions: dict[str, SglangSession] = field(default_factory=dict)
+    prefixes: PrefixTable[SglangSession, SlotPrefix] = field(default_factory=PrefixTable)
     _clock: itertools.count[int] = field(default_factory=itertools.count)
 
     def open(self, name: str, *, lasting: bool) -> SglangSession:
@@ -90,11 +126,20 @@ class SglangSessions:
         session.used = next(self._clock)
         session.settled = None
         session.starting = int(wanted.get("new", len(request.origin_input_ids) - session.tokens))
+        self.plan_prefix(session)
         return session
+
+    def plan_prefix(self, session: SglangSession) -> None:
+        """Note what a session may share as its request is computed from the beginning."""
+        if session.lasting and not session.ledger.fed:
+            session.ledger.opens_with(session.prompt.prompt, session.prompt.system)
+            tokens = session.request.origin_input_ids + session.request.output_ids
+            plan_prefix(session, self.method, tokens, self.page)
 
     def end_turn(self, session: SglangSession, tokens: int) -> None:
         """Let a session rest with `tokens` tokens."""
         session.request, session.stop, session.decoding = None, None, False
+        self.prefixes.give_up(session)
         session.tokens = tokens
         session.used = next(self._clock)
         session.settled = session.ledger.snapshot()

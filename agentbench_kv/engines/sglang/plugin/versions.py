@@ -108,11 +108,10 @@ class Sglang0512:
 
     def free_rows_of(self, cache: Any, request: Any) -> None:
         """Free all rows of a session whose request is running."""
-        from sglang.srt.session.streaming_session import SessionSlot
-
-        name = request.session.session_id
-        slot = cache.slots.setdefault(name, SessionSlot())
-        slot.req_pool_idx = request.req_pool_idx
+        name, row = request.session.session_id, request.req_pool_idx
+        # There is none before the end of its first turn.
+        slot = cache.slots.setdefault(name, self.slot(row, 0, request.cache_protected_len))
+        slot.req_pool_idx = row
         cache.release_session(name)
         request.req_pool_idx = None
 

@@ -18,13 +18,12 @@ from typing import Any, SupportsInt
 import torch
 from torch import Tensor
 
-from agentbench_kv.engines.core.ledger import Eviction, EvictionOrder
+from agentbench_kv.engines.core.ledger import Eviction, EvictionOrder, PrefixEnd
 from agentbench_kv.engines.core.policy import BackendPolicy
 from agentbench_kv.engines.core.rings import RingWrite, RowShape
 from agentbench_kv.engines.core.rows import Fed, PagedStore, WorkerRows
 from agentbench_kv.engines.core.transfers import to_device, used_here
-from agentbench_kv.engines.sglang.plugin.sessions import SglangSession, SglangSessions
-from agentbench_kv.engines.sglang.plugin.versions import Sglang0512
+from agentbench_kv.engines.sglang.plugin.sessions import SglangSession
 from agentbench_kv.kernels.layout import PagedRows
 from agentbench_kv.methods.spans import SpanRange
 from agentbench_kv.phases.machine import PromptPhases
@@ -126,12 +125,13 @@ class DeviceWorker:
         fed: Sequence[Fed],
         parts: Sequence[PrefilledRows],
         prompts: Mapping[str, PromptPhases],
+        left: Mapping[str, PrefixEnd],
     ) -> None:
-        """Label the tokens of a prefill about to run."""
+        """Label the tokens of a prefill about to run, in which some sessions leave a prefix."""
         if self._write is not None:
             self.check_seen()
-        self._parts = parts if self.rows.wants_sums else ()
-        write = self.rows.feed(fed, prompts) if self.labels else None
+        self._parts = _with_ends(fed, parts, left) if self.rows.wants_sums else ()
+        write = self.rows.feed(fed, prompts, left) if self.labels else None
         if write is not None and parts[-1].first != sum(part.rows for part in parts[:-1]):
             # Requests that are nobody's turn run along; their rows are not counted in `fed`.
             packed = [row for part in parts for row in range(part.first, part.first + part.rows)]
@@ -173,6 +173,18 @@ class DeviceWorker:
                 keys = self.pool.keys_of(layer, each.row, each.live)
                 queries = self._staged[layer, each.row, :, None]
                 self.rows.sums.add(each.fed.session, layer, queries, keys)
+
+
+def _with_ends(
+    fed: Sequence[Fed], parts: Sequence[PrefilledRows], left: Mapping[str, PrefixEnd]
+) -> list[PrefilledRows]:
+    """Return the parts of a prefill, and of the ones that leave a prefix those up to its end."""
+    ends = [
+        PrefilledRows(end.name, part.row, part.first, end.tokens - own.first_position, end.tokens)
+        for own, part in zip(fed, parts, strict=True)
+        if (end := left.get(own.session))
+    ]
+    return [*parts, *ends]
 
 
 class Compactor:
@@ -254,161 +266,3 @@ def cut_history(session: Any, length: int) -> None:
         request.origin_input_ids = request.origin_input_ids[:length]
         request.origin_input_ids_unpadded = request.origin_input_ids_unpadded[:length]
         session.req_nodes = {request.rid: SessionReqNode(request)}
-
-
-class Steps:
-    """The life of a turn."""
-
-    def __init__(
-        self,
-        table: SglangSessions,
-        worker: DeviceWorker,
-        compactor: Compactor,
-        version: Sglang0512,
-    ) -> None:
-        self._table = table
-        self._worker = worker
-        self._compactor = compactor
-        self._version = version
-
-    def prefill(self, requests: Sequence[Any]) -> None:
-        """Count a prefill that is about to run, and plan which of its queries to keep."""
-        fed, parts, prompts, start = [], [], {}, 0
-        for request in requests:
-            tokens = self._version.prefilled(request)
-            rows = len(tokens)
-            session = self._table.of(request)
-            if session is not None:
-                if session.starting is not None:
-                    # All of its tokens are prefilled if the session has no rows.
-                    total = len(request.origin_input_ids) + len(request.output_ids)
-                    session.ledger.opens_with(session.prompt.prompt, session.prompt.system)
-                    session.ledger.begin_turn(session.starting if session.ledger.fed else total)
-                    session.starting = None
-                held = self._version.rows(request)
-                fed.append(Fed(session.name, session.ledger.fed, tokens))
-                session.ledger.forward(rows)
-                self._check(session, held.kv_committed_len)
-                row, live = held.req_pool_idx, session.ledger.live
-                parts.append(PrefilledRows(session.name, row, start, rows, live))
-                prompts[session.name] = session.prompt
-                self._worker.deficits[row] = session.ledger.deficit
-            start += rows
-        self._worker.plan_prefill(fed, parts, prompts)
-
-    def prepare(self, batch: Any) -> None:
-        """Settle a decode batch's last forwards and carry out the events that fall due."""
-        known = [
-            (i, request, session)
-            for i, request in enumerate(batch.reqs)
-            if (session := self._table.of(request)) is not None
-        ]
-        self._label([(request, session) for _, request, session in known])
-        removed = {}
-        for i, request, session in known:
-            eviction = self._count(session)
-            self._check(session, int(batch.seq_lens_cpu[i]), eviction)
-            if eviction is not None:
-                removed[i] = self._apply(session, request, eviction)
-        if removed:
-            _shorten_batch(batch, removed)
-
-    def decode(self, requests: Sequence[Any]) -> None:
-        """Mark the sessions of a decode forward that is about to run."""
-        for request in requests:
-            session = self._table.of(request)
-            if session is not None:
-                session.decoding = True
-
-    def finish(self, cache: Any, request: Any, session: SglangSession, samples: int) -> None:
-        """End a turn after `samples` sampled tokens; its session rests with the rows it has."""
-        request.output_ids = request.output_ids[:samples]
-        eviction = self._settle_last(request, session, samples)
-        live = session.ledger.live if eviction is None else eviction.live
-        # The last forward may have been one too many.
-        self._version.free_behind(cache, request, live)
-        if eviction is not None:
-            self._apply(session, request, eviction)
-        last = session.ledger.end_turn()
-        if last is not None:
-            self._apply(session, request, last)
-        self._table.end_turn(session, len(request.origin_input_ids) + samples)
-
-    def finish_alone(self, request: Any, session: SglangSession) -> None:
-        """Account for the only turn of a request without a session; its rows are about to go."""
-        samples = request.finished_len or len(request.output_ids)
-        self._settle_last(request, session, samples)
-        session.ledger.end_turn()
-        self._table.end_turn(session, len(request.origin_input_ids) + samples)
-
-    def lose(self, session: SglangSession) -> None:
-        """Forget a session's rows; they are free or about to be."""
-        if session.ledger.fed:
-            session.ledger.lose()
-        session.decoding = False
-        session.parent, session.shared = None, 0
-        self._worker.rows.drop(session.name)
-
-    def start_over(self, request: Any, session: SglangSession) -> None:
-        """Prepare a running request whose rows were lost for another prefill."""
-        done = len(request.output_ids)
-        # Working ahead, a sample may be counted whose token is thrown away.
-        session.resampling = max(0, session.samples - done)
-        session.samples = done
-        session.starting = 0
-
-    def _settle_last(self, request: Any, session: SglangSession, samples: int) -> Eviction | None:
-        if session.samples >= samples:
-            return None
-        self._label([(request, session)])
-        return self._count(session)
-
-    def _label(self, pairs: Sequence[tuple[Any, SglangSession]]) -> None:
-        """Label what was fed to decode forwards and count them."""
-        decoded = []
-        for request, session in pairs:
-            if not session.decoding:
-                continue
-            fed = Fed(session.name, session.ledger.fed, [request.output_ids[session.samples - 1]])
-            session.ledger.forward(1)
-            session.decoding = False
-            row = self._version.rows(request).req_pool_idx
-            decoded.append(DecodedRow(fed, row, session.ledger.live))
-        if decoded and self._worker.keeps_queries:
-            self._worker.wait_for_forward()
-        self._worker.settle(decoded)
-
-    def _count(self, session: SglangSession) -> Eviction | None:
-        session.samples += 1
-        if session.resampling:
-            session.resampling -= 1
-            return None
-        return session.ledger.sampled()
-
-    def _apply(self, session: SglangSession, request: Any, eviction: Eviction) -> int:
-        """Carry out an event of a request; return the rows removed."""
-        removed = eviction.live - eviction.keep
-        held = self._version.rows(request)
-        self._compactor.carry_out(session, held.req_pool_idx, eviction)
-        shorten(held, removed)
-        return removed
-
-    def _check(self, session: SglangSession, rows: int, eviction: Eviction | None = None) -> None:
-        """Stop the engine rather than go on with lengths that do not agree."""
-        live = session.ledger.live if eviction is None else eviction.live
-        if rows != live:
-            raise RuntimeError(
-                f"kvbench: session {session.name} has {live} rows, SGLang's batch says {rows}"
-            )
-
-
-def _shorten_batch(batch: Any, removed: dict[int, int]) -> None:
-    """Take removed rows off a batch's lengths; a batch worked ahead of shares none in place."""
-    taken = torch.zeros_like(batch.seq_lens_cpu)
-    for i, rows in removed.items():
-        taken[i] = rows
-    batch.seq_lens_cpu = batch.seq_lens_cpu - taken
-    on_device = to_device([removed.get(i, 0) for i in range(len(taken))], batch.seq_lens.device)
-    batch.seq_lens = batch.seq_lens - on_device.to(batch.seq_lens.dtype)
-    if batch.seq_lens_sum is not None:  # or it is summed up when it is needed
-        batch.seq_lens_sum -= int(taken.sum())

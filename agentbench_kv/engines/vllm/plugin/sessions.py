@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from agentbench_kv.engines.core.control import SchedulerSession
 from agentbench_kv.engines.core.ledger import (
     Eviction,
@@ -21,11 +19,11 @@ from agentbench_kv.engines.core.ledger import (
     StepPlan,
     WindowBytes,
 )
-from agentbench_kv.engines.core.prefixes import PrefixTable
+from agentbench_kv.engines.core.prefixes import PrefixTable, plan_prefix
 from agentbench_kv.engines.vllm.plugin.blocks import BlockPrefix, SessionBlocks
 from agentbench_kv.methods.base import Method
 from agentbench_kv.methods.spans import SpanRange
-from agentbench_kv.phases.machine import PromptPhases, cut_runs
+from agentbench_kv.phases.machine import PromptPhases
 from agentbench_kv.phases.tokens import StopMatcher
 
 
@@ -38,9 +36,6 @@ class VllmSession(SchedulerSession):
     workers_know: bool = False  # whether the workers have its prompt's phases
     tokens: list[int] = field(default_factory=list)  # at rest: all of them, the last not fed yet
     stop: StopMatcher | None = None
-    # Tokens and phases of the blocks that it may share, until it has begun; None: it shares none.
-    prefix_key: bytes | None = None
-    prefix_tokens: int = 0
     gone: set[int] = field(default_factory=set)  # positions of tokens that were told to leave
 
 
@@ -123,7 +118,7 @@ class VllmSessions:
     def _open_turn(self, session: VllmSession, prompt: list[int], known: int) -> None:
         session.ledger.opens_with(session.prompt.prompt, session.prompt.system)
         session.ledger.begin_turn(len(prompt) - known)
-        session.prefix_key = None if session.ledger.fed else self._prefix_of(session, prompt)
+        plan_prefix(session, self.method, prompt, self.blocks.size)
 
     def rest(self, session: VllmSession, tokens: list[int]) -> None:
         session.running = False
@@ -172,18 +167,6 @@ class VllmSessions:
                 plan.left[session.name] = PrefixEnd(name, end)
                 session.ledger.stats.shared = end
                 session.prefix_key = None
-
-    def _prefix_of(self, session: VllmSession, prompt: list[int]) -> bytes | None:
-        """Return what tells the full blocks of a session's system message, if it may share them."""
-        size, method = self.blocks.size, self.method
-        count = session.prefix_tokens = session.ledger.system // size * size
-        if method.prefix == "own" or not 0 < count < len(prompt):
-            return None
-        if method.compresses and not session.ledger.protects(count):
-            return None  # events would evict from them
-        runs = cut_runs(session.prompt.runs, count)
-        parts = [count, *prompt[:count], *itertools.chain(*runs)]
-        return np.array(parts, np.int64).tobytes()
 
     def rewind(self, session: VllmSession, length: int) -> None:
         """Forget the tokens of a session at rest from position `length` on."""

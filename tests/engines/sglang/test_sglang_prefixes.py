@@ -1,0 +1,389 @@
+"""Sessions that share their system message's pages, over a pool that behaves like SGLang's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from agentbench_kv.engines.sglang.plugin.hooks import Patches
+from agentbench_kv.engines.sglang.plugin.memory import Forks, MemoryPressure
+from agentbench_kv.engines.sglang.plugin.prefixes import SharedPrefixes
+from agentbench_kv.engines.sglang.plugin.sessions import SglangSession, SglangSessions
+from agentbench_kv.engines.sglang.plugin.steps import Steps
+from agentbench_kv.engines.sglang.plugin.versions import Sglang0512
+from agentbench_kv.methods.base import Method
+from agentbench_kv.registry import make_method
+
+PAGE, PAGES, ROWS = 4, 40, 7
+# Tokens of system messages; the second is the first but for its last whole page.
+SYSTEMS = {"a": list(range(100, 118)), "b": [*range(100, 112), *range(300, 306)], "none": []}
+SHARED = 16  # rows of whole pages of either
+
+
+def method(**more: str) -> Method:
+    return make_method("full-constrained", None, {"prefix": "shared", **more})
+
+
+@dataclass
+class Held:
+    """A request's or a slot's row in the table, and its lengths."""
+
+    req_pool_idx: int | None = None
+    kv_committed_len: int = 0
+    kv_allocated_len: int = 0
+    cache_protected_len: int = 0
+
+
+@dataclass
+class Request(Held):
+    rid: str = ""
+    session: Any = None
+    sampling_params: Any = None
+    origin_input_ids: list[int] = field(default_factory=list)
+    output_ids: list[int] = field(default_factory=list)
+    fill_ids: list[int] = field(default_factory=list)
+    prefix_indices: list[int] = field(default_factory=list)
+
+    def finished(self) -> bool:
+        return False
+
+
+class Version(Sglang0512):
+    """0.5.12 with slots of our own, as SGLang is not here."""
+
+    def slot(self, row: int, rows: int, shared: int) -> Any:
+        return Held(row, rows, rows, shared)
+
+
+class WithoutController(Forks):
+    def _open_session(self, source: str, name: str) -> None:
+        """SGLang's own sessions are not looked at."""
+
+
+class Server:
+    """SGLang's part: its queue, its table, its pages, its slots; a row holds a token."""
+
+    def __init__(self, chosen: Method, pages: int = PAGES, rows: int = ROWS) -> None:
+        self.free = list(range(pages))
+        self.written = [-1] * (pages * PAGE)
+        self.req_to_token_pool = SimpleNamespace(free_slots=list(range(1, rows + 1)))
+        self.token_to_kv_pool_allocator = self
+        self.slots: dict[str, Held] = {}
+        self.waiting_queue: list[Request] = []
+        self.chunked: Request | None = None
+        self.tree_cache = self
+        self.max_total_num_tokens = pages * PAGE
+        version = Version()
+        self.table = SglangSessions(chosen, 1, PAGE, lambda _: pytest.fail("no stop text"))
+        self.known: dict[str, int] = {}  # worker's rows: name -> tokens
+        pool = SimpleNamespace(page=PAGE, table=torch.full((rows + 1, 200), -1), keys=None)
+        pool.keys = pool.values = SimpleNamespace(layers=[self])
+        self.worker: Any = SimpleNamespace(
+            pool=pool, deficits=[0] * (rows + 1), rows=self, keeps_queries=False,
+            wait_for_forward=lambda: None, plan_prefill=self.plan, settle=lambda _: None,
+        )  # fmt: skip
+        self.prefixes = SharedPrefixes(self.table, self.worker, self, version)
+        self.steps = Steps(self.table, self.worker, None, self.prefixes, version)  # type: ignore[arg-type]
+        self.memory = MemoryPressure(self.table, self, version)
+        self.forks = WithoutController(self.table, self.worker, None, self, version)  # type: ignore[arg-type]
+        self.version = version
+        self.patches = Patches(None, version)  # type: ignore[arg-type]
+        self.patches._runtime = self  # type: ignore[assignment]
+
+    # What the worker is told.
+
+    def fork(self, source: str, name: str) -> None:
+        self.known[name] = self.known[source]
+
+    def drop(self, name: str) -> None:
+        self.known.pop(name, None)
+
+    def plan(self, fed: Any, _parts: Any, _prompts: Any, left: Any) -> None:
+        (part,) = fed
+        assert self.known.get(part.session, 0) == part.first_position
+        after = part.first_position + len(part.tokens)
+        for end in left.values():
+            assert part.first_position < end.tokens <= after
+            self.known[end.name] = end.tokens
+        self.known[part.session] = after
+
+    # A partial page that a fork copies, as `Forks` reads and writes a layer.
+
+    def __getitem__(self, at: Any) -> Any:
+        _, pages, places = at
+        return [self.written[int(p) * PAGE + int(i)] for p, i in zip(pages, places, strict=True)]
+
+    def __setitem__(self, at: Any, tokens: Any) -> None:
+        _, pages, places = at
+        for p, i, token in zip(pages, places, tokens, strict=True):
+            self.written[int(p) * PAGE + int(i)] = token
+
+    # SGLang's memory.
+
+    def available_size(self) -> int:
+        return len(self.free) * PAGE
+
+    def alloc(self, count: int) -> torch.Tensor:
+        page = self.free.pop(0)
+        return torch.arange(page * PAGE, page * PAGE + count)
+
+    def release_session(self, name: str) -> None:
+        self.patches.release_session(Server._release, self, name)
+
+    def _release(self, name: str) -> None:
+        slot = self.slots.pop(name, None)
+        if slot is None or slot.req_pool_idx is None:
+            return
+        row = self.worker.pool.table[slot.req_pool_idx]
+        pages = {
+            int(each) // PAGE for each in row[slot.cache_protected_len : slot.kv_allocated_len]
+        }
+        assert not pages & set(self.free), "freed twice"
+        self.free += sorted(pages)
+        self.req_to_token_pool.free_slots.append(slot.req_pool_idx)
+
+    # A turn.
+
+    def begin(self, name: str, rid: str, ids: list[int], system: int) -> None:
+        wanted = {"phases": {"runs": [[3, len(ids)]], "system": system}, "new": 1}
+        sampling = SimpleNamespace(custom_params={"kvbench": wanted}, max_new_tokens=4)
+        owner = SimpleNamespace(session_id=name, streaming=True, abort_req=lambda: None)
+        request = Request(rid=rid, session=owner, sampling_params=sampling, origin_input_ids=ids)
+        self.table.begin(request)
+        self.waiting_queue.append(request)
+
+    def admit(self, chunk: int) -> None:
+        """Plan and run one prefill: of the chunked request, or the first that may run."""
+        if self.chunked is not None:
+            self.chunked.prefix_indices = self.chunked.fill_ids
+            self._prefill(self.chunked, chunk)
+            return
+        for request in list(self.waiting_queue):
+            session = self.table.of(request)
+            assert session is not None
+            self.prefixes.offer(session)
+            self._match(request)
+            if not self.prefixes.may_begin(session):
+                assert session.prefix is None, "who waits holds nothing"
+                continue
+            if self._prefill(request, chunk):
+                self.waiting_queue.remove(request)
+                return
+            self.prefixes.withdraw(session)
+            assert session.name not in self.slots or session.ledger.fed
+            if not self.memory._drop_one():
+                return
+
+    def _match(self, request: Request) -> None:
+        slot = self.slots.get(request.session.session_id)
+        found = 0
+        if slot is not None:
+            for name in ("req_pool_idx", "kv_committed_len", "kv_allocated_len"):
+                setattr(request, name, getattr(slot, name))
+            request.cache_protected_len, found = slot.cache_protected_len, slot.kv_committed_len
+            assert found < len(request.origin_input_ids)
+        request.prefix_indices = request.origin_input_ids[:found]
+
+    def _prefill(self, request: Request, chunk: int) -> bool:
+        first = len(request.prefix_indices)
+        ids = request.origin_input_ids[: first + chunk]
+        have = -(-request.kv_allocated_len // PAGE)
+        needed = -(-len(ids) // PAGE) - have
+        if needed > len(self.free) or not (
+            request.req_pool_idx or self.req_to_token_pool.free_slots
+        ):
+            return False
+        if request.req_pool_idx is None:
+            request.req_pool_idx = self.version.take_row(self.req_to_token_pool)
+        row = self.worker.pool.table[request.req_pool_idx]
+        for at in range(have * PAGE, have * PAGE + needed * PAGE, PAGE):
+            row[at : at + PAGE] = self.alloc(PAGE)
+        assert first >= request.cache_protected_len, "a row of others would be written"
+        request.fill_ids = ids
+        request.kv_committed_len = request.kv_allocated_len = len(ids)
+        self.steps.prefill([request])
+        for at in range(first, len(ids)):
+            self.written[int(row[at])] = ids[at]
+        self.chunked = request if len(ids) < len(request.origin_input_ids) else None
+        return True
+
+    def rest(self, session: SglangSession) -> None:
+        """End a turn whose prompt is read, without an answer."""
+        request, name = session.request, session.name
+        protected = request.cache_protected_len
+        slot = self.slots.setdefault(name, Held(cache_protected_len=protected))
+        slot.req_pool_idx, request.req_pool_idx = request.req_pool_idx, None
+        slot.kv_committed_len, slot.kv_allocated_len = (
+            request.kv_committed_len,
+            request.kv_allocated_len,
+        )
+        self.table.end_turn(session, len(request.origin_input_ids))
+
+    def abort(self, session: SglangSession) -> None:
+        """End a turn early: in the queue nothing is lost, else all rows are."""
+        request = session.request
+        if request in self.waiting_queue:
+            self.waiting_queue.remove(request)
+            self.memory.release_turn(session)
+            return
+        self._lose_rows(session)
+        self.table.end_turn(session, session.tokens)
+
+    def put_back(self, session: SglangSession) -> None:
+        request = session.request
+        self._lose_rows(session)
+        request.cache_protected_len = 0
+        self.steps.start_over(request, session)
+        self.waiting_queue.append(request)
+
+    def _lose_rows(self, session: SglangSession) -> None:
+        request = session.request
+        if request is self.chunked:
+            self.chunked = None
+        protected = request.cache_protected_len
+        slot = self.slots.setdefault(session.name, Held(cache_protected_len=protected))
+        slot.req_pool_idx = request.req_pool_idx
+        self.release_session(session.name)
+        self.version.forget_rows(request)
+
+    def close(self, session: SglangSession) -> None:
+        if session.running:
+            self.abort(session)
+        self.release_session(session.name)
+        self.table.forget(session)
+
+    def holders(self) -> dict[str, Held]:
+        """Return who has rows: requests that run, and slots of those that do not."""
+        running = {
+            name: session.request
+            for name, session in self.table.sessions.items()
+            if session.running and session.request not in self.waiting_queue
+        }
+        return {**self.slots, **running}
+
+
+NAMES = st.sampled_from("uvwxyz")
+
+
+class SharedMachine(RuleBasedStateMachine):
+    """Sessions share, are fed in chunks, rest, fork, are put back and close, in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.server = Server(method())
+        self.table = self.server.table
+        self.logs: dict[str, list[int]] = {}
+        self.systems: dict[str, int] = {}
+        self.numbers = 0
+
+    @rule(name=NAMES, system=st.sampled_from(sorted(SYSTEMS)), more=st.integers(2, 20))
+    def turn(self, name: str, system: str, more: int) -> None:
+        session = self.table.sessions.get(name)
+        if session is not None and session.running:
+            return
+        self.numbers += 1
+        if name not in self.logs:
+            self.logs[name], self.systems[name] = list(SYSTEMS[system]), len(SYSTEMS[system])
+            self.table.open(name, lasting=True)
+        log = self.logs[name]
+        log += range(1000 * self.numbers, 1000 * self.numbers + more)
+        self.server.begin(name, f"r{self.numbers}", list(log), self.systems[name])
+
+    @rule(chunk=st.integers(1, 30), times=st.integers(1, 4))
+    def step(self, chunk: int, times: int) -> None:
+        for _ in range(times):
+            self.server.admit(chunk)
+
+    @rule(name=NAMES)
+    def rest(self, name: str) -> None:
+        session = self.table.sessions.get(name)
+        if session and session.running and session.ledger.fed == len(self.logs[name]):
+            self.server.rest(session)
+
+    @rule(name=NAMES)
+    def abort(self, name: str) -> None:
+        session = self.table.sessions.get(name)
+        if session and session.running:
+            self.server.abort(session)
+            del self.logs[name][session.tokens :]
+            if not session.tokens:
+                self.close(name)
+
+    @rule(name=NAMES)
+    def put_back(self, name: str) -> None:
+        session = self.table.sessions.get(name)
+        waiting = self.server.waiting_queue
+        if session and session.running and session.request not in waiting and session.ledger.fed:
+            self.server.put_back(session)
+
+    @rule(source=NAMES, new=NAMES)
+    def fork(self, source: str, new: str) -> None:
+        session = self.table.sessions.get(source)
+        if session is None or session.running or new in self.table.sessions:
+            return
+        try:
+            self.server.forks.make(session, new)
+        except ValueError as error:
+            assert "no room" in str(error)
+            return
+        self.logs[new], self.systems[new] = list(self.logs[source]), self.systems[source]
+
+    @rule(name=NAMES)
+    def close(self, name: str) -> None:
+        session = self.table.sessions.get(name)
+        if session is not None:
+            self.server.close(session)
+            self.logs.pop(name, None)
+
+    @rule()
+    def pressure(self) -> None:
+        self.server.memory._drop_one()
+
+    @invariant()
+    def every_page_has_one_owner(self) -> None:
+        owned = list(self.server.free)
+        for held in self.server.holders().values():
+            if held.req_pool_idx is not None:
+                row = self.server.worker.pool.table[held.req_pool_idx]
+                mine = row[held.cache_protected_len : held.kv_allocated_len]
+                owned += {int(slot) // PAGE for slot in mine}
+        assert sorted(owned) == list(range(PAGES))
+
+    @invariant()
+    def every_session_has_its_tokens(self) -> None:
+        for name, held in self.server.holders().items():
+            session = self.table.sessions.get(name)
+            if session is None or held.req_pool_idx is None:
+                continue
+            row = self.server.worker.pool.table[held.req_pool_idx, : session.ledger.fed]
+            found = [self.server.written[int(slot)] for slot in row]
+            assert found == self.logs[name][: session.ledger.fed]
+            assert session.shared <= session.ledger.fed
+
+    @invariant()
+    def readers_are_the_sessions_that_read(self) -> None:
+        for prefix in self.table.prefixes.held:
+            reading = {s.name for s in self.table.sessions.values() if s.prefix is prefix}
+            assert prefix.readers == reading
+            assert prefix.rows == SHARED
+            assert self.server.known[prefix.name] == SHARED
+
+    def teardown(self) -> None:
+        for name in list(self.table.sessions):
+            self.close(name)
+        self.table.prefixes.clear()
+        assert len(self.server.free) == PAGES
+        assert sorted(self.server.req_to_token_pool.free_slots) == list(range(1, ROWS + 1))
+        assert not self.server.slots
+        assert not self.server.known
+
+
+SharedMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestSharedMachine = SharedMachine.TestCase
