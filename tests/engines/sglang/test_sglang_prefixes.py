@@ -21,7 +21,7 @@ from agentbench_kv.engines.sglang.plugin.versions import Sglang0512
 from agentbench_kv.methods.base import Method
 from agentbench_kv.registry import make_method
 
-PAGE, PAGES, ROWS = 4, 40, 7
+PAGE, PAGES, ROWS = 4, 24, 6
 # Tokens of system messages; the second is the first but for its last whole page.
 SYSTEMS = {"a": list(range(100, 118)), "b": [*range(100, 112), *range(300, 306)], "none": []}
 SHARED = 16  # rows of whole pages of either
@@ -141,10 +141,8 @@ class Server:
         slot = self.slots.pop(name, None)
         if slot is None or slot.req_pool_idx is None:
             return
-        row = self.worker.pool.table[slot.req_pool_idx]
-        pages = {
-            int(each) // PAGE for each in row[slot.cache_protected_len : slot.kv_allocated_len]
-        }
+        own = slice(slot.cache_protected_len, slot.kv_allocated_len)
+        pages = {int(each) // PAGE for each in self.worker.pool.table[slot.req_pool_idx, own]}
         assert not pages & set(self.free), "freed twice"
         self.free += sorted(pages)
         self.req_to_token_pool.free_slots.append(slot.req_pool_idx)
@@ -203,7 +201,9 @@ class Server:
         if request.req_pool_idx is None:
             request.req_pool_idx = self.version.take_row(self.req_to_token_pool)
         row = self.worker.pool.table[request.req_pool_idx]
-        for at in range(have * PAGE, have * PAGE + needed * PAGE, PAGE):
+        for at in range(request.kv_allocated_len, have * PAGE):  # of a page that is its own
+            row[at] = row[at - 1] + 1
+        for at in range(have * PAGE, (have + needed) * PAGE, PAGE):
             row[at : at + PAGE] = self.alloc(PAGE)
         assert first >= request.cache_protected_len, "a row of others would be written"
         request.fill_ids = ids
@@ -220,10 +220,7 @@ class Server:
         protected = request.cache_protected_len
         slot = self.slots.setdefault(name, Held(cache_protected_len=protected))
         slot.req_pool_idx, request.req_pool_idx = request.req_pool_idx, None
-        slot.kv_committed_len, slot.kv_allocated_len = (
-            request.kv_committed_len,
-            request.kv_allocated_len,
-        )
+        slot.kv_committed_len = slot.kv_allocated_len = request.kv_allocated_len
         self.table.end_turn(session, len(request.origin_input_ids))
 
     def abort(self, session: SglangSession) -> None:
@@ -247,10 +244,7 @@ class Server:
         request = session.request
         if request is self.chunked:
             self.chunked = None
-        protected = request.cache_protected_len
-        slot = self.slots.setdefault(session.name, Held(cache_protected_len=protected))
-        slot.req_pool_idx = request.req_pool_idx
-        self.release_session(session.name)
+        self.version.free_rows_of(self, request)
         self.version.forget_rows(request)
 
     def close(self, session: SglangSession) -> None:
@@ -279,6 +273,7 @@ class SharedMachine(RuleBasedStateMachine):
         super().__init__()
         self.server = Server(method())
         self.table = self.server.table
+        self.table.prefixes._limit = 1
         self.logs: dict[str, list[int]] = {}
         self.systems: dict[str, int] = {}
         self.numbers = 0
@@ -300,6 +295,13 @@ class SharedMachine(RuleBasedStateMachine):
     def step(self, chunk: int, times: int) -> None:
         for _ in range(times):
             self.server.admit(chunk)
+
+    @rule(name=NAMES, system=st.sampled_from(sorted(SYSTEMS)), more=st.integers(2, 9))
+    def play(self, name: str, system: str, more: int) -> None:
+        """Play a whole turn, if there is room."""
+        self.turn(name, system, more)
+        self.step(30, 4)
+        self.rest(name)
 
     @rule(name=NAMES)
     def rest(self, name: str) -> None:
@@ -328,11 +330,9 @@ class SharedMachine(RuleBasedStateMachine):
         session = self.table.sessions.get(source)
         if session is None or session.running or new in self.table.sessions:
             return
-        try:
-            self.server.forks.make(session, new)
-        except ValueError as error:
-            assert "no room" in str(error)
+        if not self.server.free or not self.server.req_to_token_pool.free_slots:
             return
+        self.server.forks.make(session, new)
         self.logs[new], self.systems[new] = list(self.logs[source]), self.systems[source]
 
     @rule(name=NAMES)
@@ -374,6 +374,13 @@ class SharedMachine(RuleBasedStateMachine):
             assert prefix.readers == reading
             assert prefix.rows == SHARED
             assert self.server.known[prefix.name] == SHARED
+
+    @invariant()
+    def who_computes_runs(self) -> None:
+        """Others wait for it."""
+        for session in self.table.prefixes._computing.values():
+            assert session.running
+            assert session.request not in self.server.waiting_queue
 
     def teardown(self) -> None:
         for name in list(self.table.sessions):
