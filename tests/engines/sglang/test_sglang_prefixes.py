@@ -12,12 +12,16 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from agentbench_kv.engines.base import EngineOptions
+from agentbench_kv.engines.sglang.engine import SglangEngine
 from agentbench_kv.engines.sglang.plugin.hooks import Patches
-from agentbench_kv.engines.sglang.plugin.memory import Forks, MemoryPressure
+from agentbench_kv.engines.sglang.plugin.memory import Forks, MemoryPressure, _growth
 from agentbench_kv.engines.sglang.plugin.prefixes import SharedPrefixes
+from agentbench_kv.engines.sglang.plugin.runtime import Commands
 from agentbench_kv.engines.sglang.plugin.sessions import SglangSession, SglangSessions
 from agentbench_kv.engines.sglang.plugin.steps import Steps
 from agentbench_kv.engines.sglang.plugin.versions import Sglang0512
+from agentbench_kv.errors import UsageError
 from agentbench_kv.methods.base import Method
 from agentbench_kv.registry import make_method
 
@@ -394,3 +398,136 @@ class SharedMachine(RuleBasedStateMachine):
 
 SharedMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
 TestSharedMachine = SharedMachine.TestCase
+
+
+def begun(*systems: str, more: int = 10) -> Server:
+    """Return a server with a session in the queue for each system message: u, v, w."""
+    server = Server(method())
+    for number, (name, system) in enumerate(zip("uvw", systems, strict=False)):
+        server.table.open(name, lasting=True)
+        ids = [*SYSTEMS[system], *range(1000 * number, 1000 * number + more)]
+        server.begin(name, f"r{number}", ids, len(SYSTEMS[system]))
+    return server
+
+
+def test_the_second_session_begins_where_the_first_one_left_its_prefix() -> None:
+    server = begun("a", "a", "b")
+    server.admit(10)  # u, in chunks
+    assert server.chunked is not None
+    server.admit(30)
+    for _ in range(2):
+        server.admit(30)
+    stats = {name: session.ledger.stats for name, session in server.table.sessions.items()}
+    assert [stats[name].cached_tokens for name in "uvw"] == [0, SHARED, 0]
+    assert [stats[name].shared for name in "uvw"] == [SHARED] * 3
+    assert [stats[name].prefill_tokens for name in "uvw"] == [28] * 3
+    rows = [held.req_pool_idx for held in server.holders().values() if held.req_pool_idx]
+    tables = [server.worker.pool.table[row, :SHARED].tolist() for row in rows]
+    assert len({tuple(each) for each in tables}) == 2  # of two messages, five holders
+    # Seven pages of u, three of v's own, seven of w.
+    assert len(server.free) == PAGES - 17
+
+
+def test_who_needs_what_another_one_computes_waits_and_others_do_not() -> None:
+    server = begun("a", "a", "b")
+    request = server.waiting_queue[0]
+    server.admit(5)
+    server.chunked = None  # the server has something else to do first
+    server.admit(30)
+    assert [each.rid for each in server.waiting_queue] == ["r1"]  # w, another message, began
+    server.chunked = request
+    server.admit(30)
+    server.admit(30)
+    assert not server.waiting_queue
+
+
+@pytest.mark.parametrize("how", ["put_back", "put_back and abort", "close"])
+def test_who_waits_goes_on_when_the_computing_session_will_not(how: str) -> None:
+    server = begun("a", "a")
+    server.admit(5)
+    session = server.table.sessions["u"]
+    if how == "close":
+        server.close(session)
+    else:
+        server.put_back(session)
+    if how.endswith("abort"):
+        server.abort(session)
+    server.admit(30)
+    assert server.table.sessions["v"].ledger.stats.shared == SHARED
+
+
+def test_a_full_pool_gives_up_a_prefix_that_nobody_reads_first() -> None:
+    server = begun("a", "b")
+    server.admit(30)
+    server.close(server.table.sessions["u"])
+    (prefix,) = server.table.prefixes.held
+    assert not prefix.rows_in_use
+    server.free = server.free[:6]  # v needs seven
+    server.admit(30)
+    assert server.waiting_queue  # the room is made
+    server.admit(30)
+    assert not server.waiting_queue
+    assert prefix.name not in server.slots
+
+
+def test_what_waits_for_room_holds_no_prefix() -> None:
+    server = begun("a", "a")
+    server.admit(30)
+    server.rest(server.table.sessions["u"])
+    kept, server.free = server.free, []
+    server.admit(30)  # what u has makes room
+    session = server.table.sessions["v"]
+    assert (session.prefix, session.shared, "v" in server.slots) == (None, 0, False)
+    assert server.memory.drops == 1
+    server.free += kept
+    server.admit(30)
+    assert session.ledger.stats.cached_tokens == SHARED
+
+
+def test_room_for_growth_counts_what_a_session_will_find() -> None:
+    chosen = make_method("streamingllm", 40, {"prefix": "shared", "protect": "system"})
+    found = []
+    for system in ("a", "none"):
+        table = SglangSessions(chosen, 1, PAGE, lambda _: pytest.fail("no stop text"))
+        session = table.open("s", lasting=True)
+        session.shared = SHARED if system == "a" else 0
+        sampling = SimpleNamespace(max_new_tokens=400, ignore_eos=True)
+        request = SimpleNamespace(sampling_params=sampling, output_ids=[])
+        found.append(_growth(table, session, request, 10))
+    assert found == [40 + chosen.interval - 26, 40 + chosen.interval - 10]
+
+
+@pytest.mark.usefixtures("session_nodes")
+def test_shared_tokens_neither_leave_nor_are_written_again() -> None:
+    server = begun("a")
+    server.admit(30)
+    session = server.table.sessions["u"]
+    server.rest(session)
+    controller = SimpleNamespace(sessions={"u": SimpleNamespace(req_nodes={})})
+    runtime: Any = SimpleNamespace(
+        table=server.table, forks=server.forks, scheduler=server, version=server.version
+    )
+    server.session_controller = controller  # type: ignore[attr-defined]
+    commands = Commands(runtime).handlers()
+    with pytest.raises(ValueError, match="the first 16 tokens of session u are shared"):
+        commands["evict_spans"]({"session": "u", "spans": [[15, 20]]})
+    commands["rewind"]({"session": "u", "length": 15})
+    assert (session.prefix, session.tokens, session.ledger.fed) == (None, 15, 0)
+    (prefix,) = server.table.prefixes.held
+    assert not prefix.rows_in_use
+    assert prefix.name in server.slots
+
+
+@pytest.mark.parametrize(
+    ("name", "chosen", "said"),
+    [
+        ("full", {}, "has a prefix cache of its own"),
+        ("agentkv", {"protect": "system", "positions": "cache"}, "no row stays common"),
+        ("agentkv", {}, "use --set protect=system"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused(name: str, chosen: dict[str, str], said: str) -> None:
+    budget = None if name == "full" else 64
+    asked = make_method(name, budget, {"prefix": "shared", **chosen})
+    with pytest.raises(UsageError, match=said):
+        SglangEngine.check_options(EngineOptions("micro", asked, device="cpu"))

@@ -70,17 +70,6 @@ def test_prefill_graphs_are_switched_off_in_the_words_of_each_version() -> None:
     assert Sglang0523().arguments(asked) == ["--disable-prefill-cuda-graph", "--page-size", "16"]
 
 
-@pytest.fixture
-def session_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stand-ins for what SGLang's sessions are made of."""
-    nodes = ModuleType("sglang.srt.session.session_controller")
-    requests = ModuleType("sglang.srt.managers.io_struct")
-    nodes.SessionReqNode = lambda req: SimpleNamespace(req=req)  # type: ignore[attr-defined]
-    requests.OpenSessionReqInput = SimpleNamespace  # type: ignore[attr-defined]
-    for module in (nodes, requests):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-
-
 def last_request() -> Any:
     return SimpleNamespace(
         rid="r",
