@@ -12,8 +12,10 @@ from agentbench_kv.conformance.methods import method_suite
 from agentbench_kv.engines.core import memory
 from agentbench_kv.engines.core.memory import SessionMemory
 from agentbench_kv.kernels import aabb, aabb_score, rope_rotate
+from agentbench_kv.methods.full import Full
 from agentbench_kv.methods.memory.bank import MemoryBank
 from agentbench_kv.methods.memory.memart import MemArt
+from agentbench_kv.methods.memory.plain import PlainMemory
 from agentbench_kv.registry import make_method
 
 LAYERS, HEADS, WIDTH = 3, 2, 8
@@ -202,6 +204,16 @@ def test_presets_of_plain_memories(label: str, topk: int) -> None:
     found = make_method(label, None, {}).settings()
     assert found == make_method(label.partition("@")[0], None, {"topk": str(topk)}).settings()
     assert found["topk"] == topk
+
+
+@pytest.mark.parametrize("name", ["mem0", "graphiti"])
+def test_what_a_package_says_first_may_be_read_once(name: str) -> None:
+    plain, shared = make_method(name, None), make_method(name, None, {"prefix": "shared"})
+    assert isinstance(shared, PlainMemory)
+    assert shared.below() == Full(prefix="shared")
+    assert (shared.needs, shared.asks_for_system) == ({"share_prefix"}, True)
+    assert shared.settings() == {**plain.settings(), "prefix": "shared"}
+    assert "prefix" not in plain.settings()
 
 
 def test_one_set_is_a_setting_of_new_runs_only() -> None:

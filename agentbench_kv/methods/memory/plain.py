@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from agentbench_kv.methods.base import Method
+from agentbench_kv.methods.base import PREFIXES, Method
 from agentbench_kv.methods.full import Full
 from agentbench_kv.methods.memory.base import Memory
 from agentbench_kv.params import param
@@ -24,7 +24,11 @@ class PlainMemory(Memory):
     batch: int = param(2, "messages that are told at a time; 0 for a whole session", low=0)
     encoder: str = param("wordllama", "what finds them: wordllama, or a local encoder's folder")
     write_tokens: int = param(2000, "most tokens that the model writes at a time", low=1, rare=True)
+    prefix: str = param(
+        "own", "what the package tells the model first: read for every request, or once",
+        choices=PREFIXES, rare=True,
+    )  # fmt: skip
 
     def below(self) -> Method:
         """Return the method that the engine itself runs."""
-        return Full()
+        return Full(prefix=self.prefix)
