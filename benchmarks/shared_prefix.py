@@ -1,13 +1,14 @@
 """What a shared prefix saves: sessions with one system message, with and without `prefix=shared`.
 
-    python benchmarks/shared_prefix.py [--sessions 16] [--system 2048] [--repeats 9] [--engine vllm]
+    python benchmarks/shared_prefix.py [--sessions 16] [--system 2048] [--repeats 9] [--engine NAME]
 
 All sessions of an arm begin at once, each with the system message and a prompt of its own, and
 decode until an event has fallen due. Arms are measured in rotated order; ratios are paired by
 repetition, to the arm of the same method whose sessions hold their own rows. Tokens, events and
 kept rows must be equal to that arm's. `--model` is a folder or `micro`; `--layers N` instead takes
-a Qwen3 with random weights and so many layers of Qwen3-0.6B's shape. On vLLM `full` is as shipped,
-with its own prefix cache, and what it holds is not known; `full-constrained` is the plug-in's.
+a Qwen3 with random weights and so many layers of Qwen3-0.6B's shape. Of a server `full` is as
+shipped, with its own prefix cache, and what it holds is not known; `full-constrained` is the
+plug-in's.
 """
 
 from __future__ import annotations
@@ -32,12 +33,19 @@ from agentbench_kv.conformance.driver import TraceRecorder, plain_phases, read_k
 from agentbench_kv.engines.base import Engine, EngineOptions, Sampling
 from agentbench_kv.engines.embedded.engine import EmbeddedEngine
 from agentbench_kv.engines.embedded.model import LoadedModel, load_model, wrap_model
+from agentbench_kv.engines.serving.engine import ServingEngine
+from agentbench_kv.engines.sglang.engine import SglangEngine
 from agentbench_kv.engines.vllm.engine import VllmEngine
 from agentbench_kv.methods.base import Method
 from agentbench_kv.methods.spans import TurnNotes
 from agentbench_kv.phases import TokenPhases
 from agentbench_kv.registry import make_method
 
+# Servers, and what each calls the longest session.
+SERVERS: dict[str, tuple[type[ServingEngine], str]] = {
+    "vllm": (VllmEngine, "max-model-len"),
+    "sglang": (SglangEngine, "context-length"),
+}
 PROMPT, ANSWER = 64, 160  # tokens of a session's own
 ROOM = 160  # rows of the budget beyond the system message
 
@@ -88,20 +96,22 @@ class EmbeddedArms:
             engine.shutdown()
 
 
-class VllmArms:
+class ServerArms:
     """A new server for every arm, with room for all sessions' own rows."""
 
-    def __init__(self, model: str, sessions: int, longest: int) -> None:
-        room = sessions * (longest + 64)
+    def __init__(
+        self, engine: type[ServingEngine], length: str, model: str, sessions: int, longest: int
+    ) -> None:
+        self._engine = engine
         self._options = partial(
             EngineOptions, model, device="cpu", dtype="float32", concurrency=sessions,
-            max_live_tokens=room, engine_args={"max-model-len": str(longest + 64)},
+            max_live_tokens=sessions * (longest + 64), engine_args={length: str(longest + 64)},
         )  # fmt: skip
 
     @contextmanager
     def arm(self, method: Method) -> Iterator[Arm]:
         with TemporaryDirectory() as trace:
-            engine = VllmEngine.create(self._options(method, trace=Path(trace)))
+            engine = self._engine.create(self._options(method, trace=Path(trace)))
 
             def kept(name: str) -> list[Any]:
                 return sorted_rows(read_kept(Path(trace), [engine.kept_names(name)]))
@@ -172,11 +182,12 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--model", default="micro")
     parser.add_argument("--layers", type=int, default=0)
-    parser.add_argument("--engine", choices=("embedded", "vllm"), default="embedded")
+    parser.add_argument("--engine", choices=("embedded", *SERVERS), default="embedded")
     options = parser.parse_args()
-    engines: EmbeddedArms | VllmArms
-    if options.engine == "vllm":
-        engines = VllmArms(options.model, options.sessions, options.system + PROMPT + ANSWER)
+    engines: EmbeddedArms | ServerArms
+    if server := SERVERS.get(options.engine):
+        longest = options.system + PROMPT + ANSWER
+        engines = ServerArms(*server, options.model, options.sessions, longest)
     elif options.layers:
         engines = EmbeddedArms(random_model(options.layers))
     else:
