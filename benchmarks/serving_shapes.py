@@ -45,8 +45,8 @@ BUDGETS = (1024, 2048)
 # The precision of cached rows that each has on a CPU; the embedded engine simulates it.
 _QUANTISED = {"embedded": "int8", "vllm": "fp8", "sglang": "fp8_e4m3", "llamacpp": "q8_0"}
 _OTHER_DTYPES = {("llamacpp", "bfloat16"): "float16"}  # the nearest that an engine has
-# vLLM as shipped, which `full` is there, has a prefix cache; this is the plug-in's.
-_SHARED = {"vllm": "full-constrained,prefix=shared"}
+# As shipped, which `full` is there, they have a prefix cache; this is the plug-in's.
+_SHARED = dict.fromkeys(("vllm", "sglang"), "full-constrained,prefix=shared")
 _STOP_S = 120.0
 _ABOUT = "about.json"
 
