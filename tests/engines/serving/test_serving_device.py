@@ -22,14 +22,15 @@ from agentbench_kv.engines.core.policy import BackendPolicy
 from agentbench_kv.engines.core.rings import AttentionSums, QueryBuffer, RingWrite, RowShape
 from agentbench_kv.engines.core.rows import Fed, PagedStore, WorkerRows
 from agentbench_kv.engines.core.transfers import Arriving, to_device, used_here
+from agentbench_kv.engines.sglang.plugin.prefixes import SharedPrefixes
 from agentbench_kv.engines.sglang.plugin.sessions import SglangSessions
+from agentbench_kv.engines.sglang.plugin.steps import Steps
 from agentbench_kv.engines.sglang.plugin.versions import Sglang0512
 from agentbench_kv.engines.sglang.plugin.worker import (
     Compactor,
     DeviceWorker,
     Pool,
     PrefilledRows,
-    Steps,
 )
 from agentbench_kv.engines.vllm.plugin.capture import QueryCapture
 from agentbench_kv.kernels import dispatch
@@ -121,10 +122,11 @@ def forward(worker: DeviceWorker, decode: bool, rows: int, indices: Tensor) -> N
 def test_no_step_waits_for_the_device(name: str, settings: dict[str, Any], page: int) -> None:
     method = make_method(name, 16, {"interval": 3, **settings})
     worker = meta_worker(method, page)
-    sessions = SglangSessions(method, 1, lambda _: pytest.fail("no stop text was asked for"))
+    sessions = SglangSessions(method, 1, 1, lambda _: pytest.fail("no stop text was asked for"))
     freed: list[Tensor] = []
     compactor = Compactor(worker, SimpleNamespace(free=freed.append))
-    steps = Steps(sessions, worker, compactor, Sglang0512())
+    prefixes = SharedPrefixes(sessions, worker, None, Sglang0512())
+    steps = Steps(sessions, worker, compactor, prefixes, Sglang0512())
     both = [request("a", 1, 20), request("b", 2, 25)]
     held = [sessions.begin(each) for each in both]
     steps.prefill(both)
@@ -259,7 +261,7 @@ def test_a_prefill_says_that_it_reads_its_plan(monkeypatch: pytest.MonkeyPatch) 
     shape = RowShape(2, 4, 2, 8, torch.float32, torch.device("cpu"))
     worker = DeviceWorker(policy_of(make_method("agentkv", 64)), shape, torch.ones(4), 3)
     prompts = {"s": PromptPhases("token-id")}
-    worker.plan_prefill([Fed("s", 0, [1, 2])], [PrefilledRows("s", 1, 0, 2, 2)], prompts)
+    worker.plan_prefill([Fed("s", 0, [1, 2])], [PrefilledRows("s", 1, 0, 2, 2)], prompts, {})
     write = worker._write
     assert write is not None
     mode = SimpleNamespace(is_decode=lambda: False)
@@ -309,13 +311,13 @@ def test_a_layer_that_shows_no_queries_stops_sglang() -> None:
     shape = RowShape(2, 4, 2, 8, torch.float32, torch.device("cpu"))
     worker = DeviceWorker(policy_of(make_method("agentkv", 64)), shape, torch.ones(4), 3)
     prompts, part = {"s": PromptPhases("token-id")}, PrefilledRows("s", 1, 0, 2, 2)
-    worker.plan_prefill([Fed("s", 0, [1, 2])], [part], prompts)
+    worker.plan_prefill([Fed("s", 0, [1, 2])], [part], prompts, {})
     mode = SimpleNamespace(is_decode=lambda: False)
     worker.observe(1, torch.zeros(2, 4, 8), SimpleNamespace(forward_mode=mode))
     with pytest.raises(RuntimeError, match="1 of 2 attention layers show no queries, so agentkv"):
-        worker.plan_prefill([Fed("s", 2, [1, 2])], [part], prompts)
+        worker.plan_prefill([Fed("s", 2, [1, 2])], [part], prompts, {})
     worker.observe(0, torch.zeros(2, 4, 8), SimpleNamespace(forward_mode=mode))
-    worker.plan_prefill([Fed("s", 2, [1, 2])], [part], prompts)
+    worker.plan_prefill([Fed("s", 2, [1, 2])], [part], prompts, {})
     other = DeviceWorker(policy_of(make_method("streamingllm", 64)), shape, torch.ones(4), 3)
     other.check_seen()
 
