@@ -127,6 +127,13 @@ def test_budget_clears_no_more_than_it_takes(over: int, gone: int) -> None:
     assert found == results_of(LOOKUPS, *range(gone))
 
 
+@pytest.mark.parametrize("uses", [1, 2, 3, 4])
+def test_fewer_uses_than_are_kept_all_stay(uses: int) -> None:
+    method = make_method("clear-tools", 100)
+    found = method.decide(history("su" + "cr" * uses, tokens=9000))
+    assert found == results_of("su" + "cr" * uses, *range(uses - 3))
+
+
 def test_what_the_model_has_not_read_stays() -> None:
     whole = history(LOOKUPS, tokens=9000)
     parts = [replace(p, fixed=n >= 6) for n, p in enumerate(whole.parts)]
@@ -177,7 +184,7 @@ def test_rules_that_always_hold(seed: int, keep: int, budget: int) -> None:
         method = make_method(name, budget, {"keep": str(keep)})
         drops = method.decide(whole)
         uses = [n for n, part in enumerate(whole.parts) if part.role is Role.TOOL]
-        kept = set(uses[len(uses) - keep :]) if keep else set()
+        kept = set(uses[max(0, len(uses) - keep) :])
         assert not kept & {drop.message for drop in drops}
         assert all(whole.parts[drop.message].left(drop.what) for drop in drops)
         enough = whole.tokens - budget

@@ -66,7 +66,7 @@ class ClearTools(DropMethod):
             for number, part in enumerate(history.parts)
             if part.role is Role.TOOL and excluded.isdisjoint(part.tools)
         ]
-        return uses[: len(uses) - self.keep] if self.keep else uses
+        return uses[: max(0, len(uses) - self.keep)]
 
     def _order(self, uses: list[int], history: History) -> Sequence[int]:  # noqa: ARG002
         return uses
