@@ -117,11 +117,13 @@ class SessionDrops:
         """Return the account of writing the history anew: what it came to `before`, what is left.
 
         `left` are tokens of the history that are in the new prompt, `recomputed` are read again.
+        Where no fewer are left, as behind a long summary, that is no event.
         """
-        event = KVEvent(before.decode_tokens, before.logical, before.live, left, 0)
         gone = max(0, before.live - left)
+        event = KVEvent(before.decode_tokens, before.logical, before.live, left, 0)
         self.written_off += gone
-        return KVStats(events=[event], evicted=gone, recomputed=recomputed, rewrites=1)
+        events = [event] if gone else []
+        return KVStats(events=events, evicted=gone, recomputed=recomputed, rewrites=1)
 
     def decide(self, messages: Sequence[Message], live: int, new: int) -> frozenset[Drop]:
         """Return what leaves before a request is answered that adds `new` tokens to live ones."""
@@ -223,6 +225,7 @@ class SessionDrops:
             thoughts=self.tokens_of(str(message.get("reasoning_content") or "")),
             inputs=inputs,
             tools=tools,
+            placeholder=self.tokens_of(CLEARED) if self.method.exec == "text" else 0,
         )
 
     def _edited(self, number: int, message: Message) -> Message:

@@ -42,6 +42,8 @@ from agentbench_kv.methods.dropping.policy import DropMethod
 from agentbench_kv.methods.dropping.sidequest import SideQuestPrompted
 from agentbench_kv.phases.syntax import SYNTAXES
 
+Messages = Sequence[Message]
+
 
 @dataclass
 class TextSession(BaseSession):
@@ -62,6 +64,18 @@ class TextSession(BaseSession):
         size = sum(len(as_text(message)) for message in messages) + len(json.dumps(tools or ""))
         if reply.prompt_tokens and size:
             self.tokens_per_character = reply.prompt_tokens / size
+
+    def rewrite(self, drops: SessionDrops, whole: Messages, shown: Messages) -> None:
+        """Put to the account that messages are written anew, shorter than the `whole` of them.
+
+        What the two have in common, tools and template included, is in no estimate: only the
+        difference is estimated.
+        """
+        sizes = [sum(self.estimate(as_text(each)) for each in part) for part in (whole, shown)]
+        before = self.stats()
+        left = max(0, before.live - max(0, sizes[0] - sizes[1]))
+        held = replace(drops.rewritten(before, left), live=left, logical=self.account.logical)
+        self.account = self.account.followed_by(held)
 
     def stats(self) -> KVStats:
         stats = replace(self.account, events=self.account.events.copy())
@@ -186,18 +200,17 @@ class TextGateway(BaseGateway[TextSession]):
         messages, method = request.messages, drops.method
         if isinstance(method, SideQuestPrompted):
             messages = with_cursors(messages)
+        whole = drops.edited(messages)
+        if isinstance(method, SideQuestPrompted):
             if question_due(method, drops, request.messages):
-                answer = ask(
-                    [*drops.edited(messages), question(method.trained)], method.fork_tokens
-                )
+                answer = ask([*whole, question(method.trained)], method.fork_tokens)
                 wanted |= expired(method, drops, request.messages, answer)
         elif wanted and method.summary_tokens:
             drops.summarise(messages, wanted, ask)
         drops.dropped |= wanted
         shown = drops.edited(messages)
         if wanted:
-            left = sum(state.estimate(as_text(message)) for message in shown) - fresh
-            state.account = state.account.followed_by(drops.rewritten(state.account, max(0, left)))
+            state.rewrite(drops, whole, shown)
         return shown
 
     def _beside(

@@ -16,7 +16,7 @@ from agentbench_kv.engines.embedded.engine import EmbeddedEngine
 from agentbench_kv.engines.text import TextEngine, TextReply, TextRequest, TextSampling
 from agentbench_kv.errors import ContextLimitError, KVBenchError, UsageError
 from agentbench_kv.gateway import Gateway, Options, open_gateway
-from agentbench_kv.gateway.dropping import expired_results, joined
+from agentbench_kv.gateway.dropping import as_text, expired_results, joined
 from agentbench_kv.gateway.executing import phase_runs
 from agentbench_kv.gateway.grammar import ToolChoice
 from agentbench_kv.gateway.placing import content_spans, token_spans
@@ -260,6 +260,10 @@ def test_an_engine_that_cannot_forget_reads_everything_again(
 # ---- over an endpoint ----
 
 
+def size_of(messages: Sequence[Any], tools: Any) -> int:
+    return (sum(len(as_text(each)) for each in messages) + len(json.dumps(tools or ""))) // 4
+
+
 class Endpoint(TextEngine):
     """Answers at once and counts a token for every four characters."""
 
@@ -273,7 +277,7 @@ class Endpoint(TextEngine):
 
     def ask(self, messages: Any, tools: Any, sampling: TextSampling) -> TextRequest:  # noqa: ARG002
         self.asked.append(messages)
-        size = len(json.dumps([messages, tools])) // 4
+        size = size_of(messages, tools)
         reply = TextReply(content="Seen.", prompt_tokens=size, output_tokens=2)
 
         class Done(TextRequest):
@@ -308,6 +312,26 @@ def test_an_endpoint_is_sent_what_is_left() -> None:
     assert report.turns[0].prompt_tokens <= stats.longest_prefill
     assert stats.longest_prefill < max(turn.prefill_tokens for turn in report.turns)
     assert sum(turn.evicted for turn in report.turns) == stats.evicted
+
+
+@pytest.mark.parametrize("tools", [1, 40])
+def test_tools_do_not_leave_an_endpoint(tools: int) -> None:
+    """What leaves is what was said, however much the endpoint counts for tools and template."""
+    engine = Endpoint()
+    offered = TOOLS * tools
+    method = make_method("clear-tools", 300 + size_of([], offered), {"keep": "1"})
+    gateway = open_gateway(engine, method)
+    messages: Messages = [{"role": "user", "content": "Look."}]
+    for number in range(6):
+        stats = gateway.chat("run|0|1|a", messages, offered).report.stats
+        messages += [{"role": "assistant", "content": "Seen."}, call(number), result(number)]
+    assert stats.events
+    whole = size_of(messages[:-3], offered)
+    assert 0.8 * whole < stats.logical < 1.2 * whole
+    gone = (whole - stats.live) / len(stats.events)
+    for event in stats.events:
+        assert 0.5 * gone < event.live_before - event.live_after < 2 * gone
+        assert event.logical >= event.live_before
 
 
 # ---- where messages stand ----
@@ -427,3 +451,20 @@ def test_another_story_asked_aside_is_read_from_its_beginning(text: Gateway) -> 
     aside = text._aside(state, other, other, None, 4).result()
     assert aside.text == fresh.content.strip()
     assert aside.stats.logical == fresh.report.stats.logical
+
+
+def test_a_result_no_longer_than_what_would_stand_for_it_stays() -> None:
+    """Clearing a word makes the prompt longer, and is no event."""
+    found = []
+    for budget in (60, 100_000):
+        gateway = opened(make_method("clear-tools", budget, {"keep": "0"}))
+        try:
+            messages: Messages = [{"role": "user", "content": "Look."}]
+            for number in range(4):
+                gateway.force("run|0|1|a", messages, call(number), TOOLS)
+                messages += [call(number), {**result(number), "content": "1"}]
+            found.append(replace(gateway.stats("run|0|1|a"), budget=None))
+            assert not gateway.drops("run|0|1|a").dropped
+        finally:
+            gateway.engine.shutdown()
+    assert found[0] == found[1]

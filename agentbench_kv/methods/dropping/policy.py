@@ -64,15 +64,17 @@ class Part:
     tools: tuple[str, ...] = ()  # tools it calls, or the one whose result it is
     dropped: frozenset[What] = frozenset()
     fixed: bool = False  # nothing of it can be dropped: the model has not read it yet
+    placeholder: int = 0  # tokens that would stand for its result: a shorter one stays
     expired: bool = False  # nothing to come refers to this result; told to policies that foresee
 
     def left(self, what: What) -> int:
         """Return the tokens that dropping this part would save."""
         if self.fixed or what in self.dropped or What.MESSAGE in self.dropped:
             return 0
+        clearable = self.role is Role.TOOL and self.tokens > self.placeholder
         sizes = {
             What.MESSAGE: self.tokens + self.thoughts,
-            What.RESULT: self.tokens if self.role is Role.TOOL else 0,
+            What.RESULT: self.tokens if clearable else 0,
             What.INPUTS: self.inputs,
             What.THOUGHTS: self.thoughts,
         }
