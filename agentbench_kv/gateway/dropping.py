@@ -74,7 +74,8 @@ class SessionDrops:
     aside: Aside | None = None  # the question which results are expired, not answered yet
     figures: dict[str, int] = field(default_factory=dict)  # what came of such questions
     written_off: int = 0  # tokens that left as the history was written anew
-    longest: int = 0  # most tokens that a request added; what is read again is not new
+    longest: int = 0  # most tokens that a request added; what is read or told again is not new
+    told: int = 0  # most tokens that the session came to before it began anew
     peak_beside: int = 0  # most tokens held at once with a request beside the session
 
     def copy(self) -> SessionDrops:
@@ -87,6 +88,7 @@ class SessionDrops:
     def restart(self) -> None:
         """Forget what was dropped: the client told another story."""
         self.dropped, self.summary, self.seen, self.spots = set(), None, 0, []
+        self.written_off = 0
 
     def account(self, stats: KVStats) -> KVStats:
         """Return an engine's account of the session with what only its history shows."""
@@ -125,23 +127,34 @@ class SessionDrops:
         events = [event] if gone else []
         return KVStats(events=events, evicted=gone, recomputed=recomputed, rewrites=1)
 
-    def decide(self, messages: Sequence[Message], live: int, new: int) -> frozenset[Drop]:
-        """Return what leaves before a request is answered that adds `new` tokens to live ones."""
+    def decide(
+        self, messages: Sequence[Message], stats: KVStats, new: int, *, anew: bool = False
+    ) -> frozenset[Drop]:
+        """Return what leaves before a request is answered that adds `new` tokens to a session.
+
+        `stats` are of the session before it. Where it begins `anew`, all of the history is new to
+        the model, and for the bound no more than what the session had never come to: a client that
+        tells its history otherwise each time would set the bound of its own peak.
+        """
         if self.method.foresees and self.last_uses is None:
             raise UsageError(
                 f"method {self.method.label!r} must know which results are needed later, and of "
                 "this session nobody does; use it in kvbench run, on a task that says it"
             )
         self.requests += 1
-        self.longest = max(self.longest, new)
-        history = self.history(messages, live + new)
+        live, logical = stats.live, stats.logical
+        if anew:
+            self.restart()
+            self.told, live, logical = max(self.told, logical), 0, 0
+        self.longest = max(self.longest, new - (self.told if anew else 0))
+        history = self.history(messages, live + new, logical + new)
         drops = self.method.decide(history)
         return frozenset(d for d in drops if history.parts[d.message].left(d.what))
 
-    def history(self, messages: Sequence[Message], tokens: int) -> History:
+    def history(self, messages: Sequence[Message], tokens: int = 0, logical: int = 0) -> History:
         """Return what a policy sees of a session that comes to so many live tokens."""
         key = f"{self.key}/{self.requests}"
-        return History(self._parts(messages), tokens, self.context, key)
+        return History(self._parts(messages), tokens, self.context, logical, key)
 
     def count(self, figure: str, by: int = 1) -> None:
         """Count something that the method did or met."""

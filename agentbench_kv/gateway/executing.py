@@ -54,11 +54,10 @@ class Executor:
         drops = session.drops
         if drops is None:
             return plan
-        if plan.reset or session.known is None:
+        anew = plan.reset or session.known is None
+        if anew:
             session.abandon_aside()
-            drops.restart()
-        live = self._engine.stats(session.id).live if session.opened and not plan.reset else 0
-        wanted = drops.decide(messages, live, len(plan.ids))
+        wanted = drops.decide(messages, session.stats(), len(plan.ids), anew=anew)
         if self._quests is not None:
             wanted |= self._quests.collect(session, drops, messages)
         plan = self._carry_out(session, drops, plan, messages, tools, wanted)

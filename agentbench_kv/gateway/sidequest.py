@@ -60,7 +60,7 @@ def question_due(
 ) -> bool:
     """Return whether a request is one to ask at, with a result to ask about."""
     due = drops.requests % method.fork_every == 0 and drops.aside is None
-    parts = drops.history(messages, 0).parts
+    parts = drops.history(messages).parts
     return due and any(part.role is Role.TOOL and What.RESULT not in part.dropped for part in parts)
 
 
@@ -68,7 +68,7 @@ def expired(
     method: SideQuestPrompted, drops: SessionDrops, messages: Sequence[Message], answer: str
 ) -> frozenset[Drop]:
     """Return what leaves by an answer, and count what came of it."""
-    history, places = drops.history(messages, 0), places_of_cursors(messages)
+    history, places = drops.history(messages), places_of_cursors(messages)
     cursors = named_cursors(answer)
     results = [places[cursor] for cursor in cursors or () if cursor in places]
     left = [number for number in results if history.parts[number].left(What.RESULT)]

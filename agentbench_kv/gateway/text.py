@@ -107,7 +107,7 @@ class TextSession(BaseSession):
         if prompt or output:
             _charge(self.account, prompt, output, fresh)
         if self.drops is not None and (reset or not self.turns):
-            self.drops.longest = max(self.drops.longest, prompt)
+            self.drops.longest = max(self.drops.longest, prompt - self.drops.told)
         info = TurnInfo(
             turn=len(self.turns),
             prompt_tokens=prompt,
@@ -190,12 +190,9 @@ class TextGateway(BaseGateway[TextSession]):
         drops = state.drops
         if drops is None:
             return request.messages
-        if reset:
-            drops.restart()
-        new = request.messages[drops.seen :]
+        new = request.messages[0 if reset else drops.seen :]
         fresh = sum(state.estimate(as_text(message)) for message in new)
-        live = 0 if reset else state.account.live
-        wanted = drops.decide(request.messages, live, fresh)
+        wanted = drops.decide(request.messages, state.stats(), fresh, anew=reset)
         ask = partial(self._beside, state, request)
         messages, method = request.messages, drops.method
         if isinstance(method, SideQuestPrompted):

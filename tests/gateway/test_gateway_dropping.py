@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentbench_kv.engines.base import Capability, EngineOptions
+from agentbench_kv.engines.base import Capability, EngineOptions, KVStats
 from agentbench_kv.engines.embedded.engine import EmbeddedEngine
 from agentbench_kv.engines.text import TextEngine, TextReply, TextRequest, TextSampling
 from agentbench_kv.errors import ContextLimitError, KVBenchError, UsageError
@@ -468,3 +468,60 @@ def test_a_result_no_longer_than_what_would_stand_for_it_stays() -> None:
         finally:
             gateway.engine.shutdown()
     assert found[0] == found[1]
+
+
+# ---- shares and resets ----
+
+
+@pytest.mark.parametrize("execution", ["text", "span"])
+def test_a_share_is_one_of_all_that_was_said(execution: str) -> None:
+    """Not of what is left: that would shrink with every drop, and much more would leave."""
+    gateway = opened(make_method("clear-tools", "60%", {"keep": "0", "exec": execution}))
+    try:
+        messages = played(gateway, 10)
+        stats = gateway.chat("run|0|1|a", messages, TOOLS, Options(max_tokens=4)).report.stats
+        largest = 300  # a result, which leaves as a whole
+        assert stats.events
+        for event in stats.events:
+            assert event.live_after > 0.6 * event.logical - 2 * largest
+        assert 0.6 * stats.logical - largest < stats.live
+    finally:
+        gateway.engine.shutdown()
+
+
+def told(execution: str, rewrites: bool, after: int = 3) -> tuple[KVStats, int]:
+    """Play a client that writes the time into its system message; return account and resets."""
+    gateway = opened(make_method("clear-tools", 400, {"keep": "0", "exec": execution}))
+    try:
+        said: Messages = []
+        for number in range(9):
+            hour = max(0, number - after) if rewrites else 0
+            system = {"role": "system", "content": f"It is {hour} o'clock."}
+            messages = [system, {"role": "user", "content": "Look."}, *said]
+            gateway.force("run|0|1|a", messages, call(number), TOOLS)
+            said += [call(number), result(number)]
+        report = gateway.close_report("run|0|1|a")
+        return report.stats, report.resets
+    finally:
+        gateway.engine.shutdown()
+
+
+@pytest.mark.parametrize("execution", ["text", "span"])
+def test_a_client_that_tells_its_history_anew_sets_no_bound(execution: str) -> None:
+    (kept, none), (changed, resets) = told(execution, False), told(execution, True)
+    assert (none, resets) == (0, 5)
+    assert kept.peak_live <= 400 + 128 + kept.longest_prefill
+    assert changed.peak_live > 400 + 128 + changed.longest_prefill
+    assert changed.longest_prefill < 2 * kept.longest_prefill
+    assert changed.logical < 1.2 * kept.logical
+
+
+def test_short_stories_between_long_ones_set_no_bound(text: Gateway) -> None:
+    messages = played(text, 6)
+    longest = text.stats("run|0|1|a").longest_prefill
+    for number in range(3):
+        text.chat("run|0|1|a", [{"role": "user", "content": "Hi."}], TOOLS, Options(max_tokens=4))
+        messages[0]["content"] = f"Look {number}."
+        report = text.chat("run|0|1|a", messages, TOOLS, Options(max_tokens=4)).report
+    assert report.resets == 6
+    assert report.stats.longest_prefill <= longest + 4 * 300

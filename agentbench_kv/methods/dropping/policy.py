@@ -88,6 +88,7 @@ class History:
     parts: Sequence[Part]  # of the client's whole history, in order
     tokens: int  # that the cache would hold with this request read
     context: int  # the model's
+    logical: int = 0  # that it would hold with nothing dropped; 0: as many
     key: str = ""  # names the request: equal for equal sessions, for decisions drawn by lot
 
 
@@ -145,7 +146,7 @@ class DropMethod(Method):
     def limit(self, history: History) -> int:
         """Return the tokens above which something is dropped."""
         if self.trigger == "budget":
-            return self.budget_at(history.tokens)
+            return self.budget_at(history.logical or history.tokens)
         if self.trigger == "context":
             return int(CONTEXT_SHARE * history.context)
         return int(self.trigger)
