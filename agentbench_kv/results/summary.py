@@ -232,7 +232,7 @@ def _never_dropped(spec: Mapping[str, Any], trials: Sequence[TrialRecord]) -> st
         if asked:
             cure = "use a model that kvbench train sidequest has trained, or ask one more often"
         return (
-            f"never triggered; the model was asked {asked} times, at every {every}th request, and"
+            f"never triggered; the model was asked {asked} times (fork_every={every}) and"
             f" named no result to drop; {cure}"
         )
     longest = max(record.kv.logical for record in trials)

@@ -149,7 +149,7 @@ def test_where_the_model_decides_no_trigger_is_advised(spec, make_trial, asked, 
     given["params"] = {"exec": "span", "fork_every": 4, "fork_tokens": 256}
     record = make_trial(kv={"peak_live": 900, "logical": 900, "auxiliary_calls": asked})
     (reason,) = assess(given, [record], expected=1).reasons
-    assert f"asked {asked} times, at every 4th request" in reason
+    assert f"asked {asked} times (fork_every=4)" in reason
     assert cure in reason
     assert "trigger=" not in reason
 

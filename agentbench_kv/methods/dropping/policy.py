@@ -97,6 +97,7 @@ class DropMethod(Method):
     """Base of methods that drop messages. Subclasses are frozen keyword-only dataclasses."""
 
     messages: ClassVar[bool] = True
+    asks: ClassVar[bool] = False  # the model, what leaves or what takes its place
     spans: ClassVar[bool] = True
 
     # Fields of the base that mean nothing here: no `param`, so `--set` does not take them.

@@ -20,6 +20,7 @@ class Summarise(DropMethod):
     name: ClassVar[str] = "summarise"
     summary: ClassVar[str] = "the model's own summary takes the place of all but the last messages"
     source: ClassVar[str] = "practice"
+    asks: ClassVar[bool] = True
 
     keep_messages: int = param(4, "last messages that stay as they are", low=1)
     summary_tokens: int = param(512, "most tokens of a summary", low=1)
