@@ -149,7 +149,7 @@ class SessionDrops:
         self.longest = max(self.longest, new - (self.told if anew else 0))
         history = self.history(messages, live + new, logical + new)
         drops = self.method.decide(history)
-        return frozenset(d for d in drops if history.parts[d.message].left(d.what))
+        return frozenset(d for d in drops if history.parts[d.message].may_go(d.what))
 
     def history(self, messages: Sequence[Message], tokens: int = 0, logical: int = 0) -> History:
         """Return what a policy sees of a session that comes to so many live tokens."""
@@ -165,16 +165,21 @@ class SessionDrops:
         messages: Sequence[Message],
         wanted: frozenset[Drop],
         ask: Callable[[Sequence[Message], int], str],
-    ) -> None:
+    ) -> bool:
         """Have the model summarise what leaves, with what an earlier summary said of the rest.
 
-        `ask` answers messages with at most so many tokens.
+        `ask` answers messages with at most so many tokens. False if there is no summary: the model
+        had no room for it, was cut off, or said nothing but thoughts or calls; then nothing leaves.
         """
         old = messages[: max(drop.message for drop in wanted) + 1]
         asked = [*self.edited(old), {"role": "user", "content": SUMMARISE}]
-        text = ask(asked, self.method.summary_tokens)
+        text = ask(asked, self.method.summary_tokens).strip()
+        if not text:
+            self.count("summaries_not_made")
+            return False
         gone = [drop.message for drop in self.dropped | wanted if drop.what is What.MESSAGE]
         self.summary = StandIn(min(gone), text)
+        return True
 
     def edited(self, messages: Sequence[Message]) -> list[Message]:
         """Return the messages as the model is shown them where they are written anew."""

@@ -97,7 +97,9 @@ class Executor:
             self._evict(session, drops, wanted)
             return plan
         if self._method.summary_tokens and wanted:
-            drops.summarise(messages, wanted, partial(self._summary, session, tools))
+            ask = partial(self._summary, session, tools)
+            if not drops.summarise(messages, wanted, ask):
+                return plan
         drops.dropped |= wanted
         return self._rewrite(session, drops, plan, messages, tools) if wanted else plan
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from agentbench_kv.engines.base import FinishReason, KVStats
+from agentbench_kv.engines.base import CUT_OFF, FinishReason, KVStats
 from agentbench_kv.engines.text import TextEngine, TextReply, TextSampling
 from agentbench_kv.errors import (
     ContextLimitError,
@@ -202,8 +202,8 @@ class TextGateway(BaseGateway[TextSession]):
             if question_due(method, drops, request.messages):
                 answer = ask([*whole, question(method.trained)], method.fork_tokens)
                 wanted |= expired(method, drops, request.messages, answer)
-        elif wanted and method.summary_tokens:
-            drops.summarise(messages, wanted, ask)
+        elif wanted and method.summary_tokens and not drops.summarise(messages, wanted, ask):
+            wanted = frozenset()
         drops.dropped |= wanted
         shown = drops.edited(messages)
         if wanted:
@@ -215,14 +215,14 @@ class TextGateway(BaseGateway[TextSession]):
     ) -> str:
         """Ask something beside the session, which pays for it."""
         began = time.perf_counter()
-        options = Options(max_tokens=limit)
+        options = Options(max_tokens=limit, tool_choice=ToolChoice("none"))
         reply = self._ask(replace(request, messages=asked, options=options))
         state.account.auxiliary_calls += 1
         state.account.auxiliary_tokens += reply.prompt_tokens + reply.output_tokens
         state.account.auxiliary_s += time.perf_counter() - began
         if state.drops is not None:  # the beginning of the prompt is the session's
             state.drops.beside(0, reply.prompt_tokens + reply.output_tokens)
-        return _thoughts(reply)[0]
+        return "" if reply.finish_reason in CUT_OFF else _thoughts(reply)[0]
 
     def _ask(self, request: Request) -> TextReply:
         options = request.options

@@ -177,6 +177,23 @@ def test_summarise_keeps_the_last_messages_and_whole_uses() -> None:
         make_method("summarise", 100, {"exec": "span"})
 
 
+@pytest.mark.parametrize("name", ["turn-window", "summarise"])
+def test_a_message_that_says_nothing_leaves_with_its_turn(name: str) -> None:
+    """Else the result of a call that has left would stay alone."""
+    script = "su" + "a" + "ucra" * 3 + "u"
+    whole = history(script, tokens=9000)
+    empty = [replace(p, tokens=0) if p.role is Role.TOOL else p for p in whole.parts]
+    decide = make_method(name, 500).decide
+    drops = decide(replace(whole, parts=empty))
+    assert drops == decide(whole)
+    assert {n for n, letter in enumerate(script) if letter == "r"} & {d.message for d in drops}
+    parts = [
+        replace(part, dropped=frozenset({MESSAGE})) if Drop(n, MESSAGE) in drops else part
+        for n, part in enumerate(empty)
+    ]
+    assert not decide(replace(whole, parts=parts)) & drops
+
+
 @given(seed=st.integers(0, 10**9), keep=st.integers(0, 8), budget=st.integers(1, 5000))
 def test_rules_that_always_hold(seed: int, keep: int, budget: int) -> None:
     whole = random_history(seed)

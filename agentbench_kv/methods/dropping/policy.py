@@ -67,14 +67,25 @@ class Part:
     placeholder: int = 0  # tokens that would stand for its result: a shorter one stays
     expired: bool = False  # nothing to come refers to this result; told to policies that foresee
 
+    @property
+    def clearable(self) -> bool:
+        """Whether it is a result worth dropping, read or not."""
+        gone = not self.dropped.isdisjoint({What.RESULT, What.MESSAGE})
+        return self.role is Role.TOOL and self.tokens > self.placeholder and not gone
+
+    def may_go(self, what: What) -> bool:
+        """Return whether dropping this part changes anything: a whole message may be empty."""
+        if what is What.MESSAGE:
+            return not self.fixed and What.MESSAGE not in self.dropped
+        return self.left(what) > 0
+
     def left(self, what: What) -> int:
         """Return the tokens that dropping this part would save."""
         if self.fixed or what in self.dropped or What.MESSAGE in self.dropped:
             return 0
-        clearable = self.role is Role.TOOL and self.tokens > self.placeholder
         sizes = {
             What.MESSAGE: self.tokens + self.thoughts,
-            What.RESULT: self.tokens if clearable else 0,
+            What.RESULT: self.tokens if self.clearable else 0,
             What.INPUTS: self.inputs,
             What.THOUGHTS: self.thoughts,
         }

@@ -38,6 +38,6 @@ class Summarise(DropMethod):
         while cut and parts[cut].role is Role.TOOL:
             cut -= 1
         old = [n for n in range(cut) if parts[n].role is not Role.SYSTEM]
-        left = [n for n in old if parts[n].left(What.MESSAGE)]
+        left = [n for n in old if parts[n].may_go(What.MESSAGE)]
         # One message alone is no shorter as a summary.
         return frozenset(Drop(n, What.MESSAGE) for n in left) if len(left) > 1 else frozenset()
