@@ -219,18 +219,24 @@ class SessionDrops:
         for number, message in enumerate(messages):
             gone = frozenset(dropped.get(number, ()))
             part = self._part(message, tools[number])
-            unread = number >= self.seen or not self._placed(number)
+            unread = number >= self.seen or not self._placed(number, part.role)
+            if not unread and self.method.exec != "text" and self.spots[number].answer is None:
+                # Of what the client wrote, only contents and whole messages have a place.
+                part = replace(part, inputs=0, thoughts=0)
             parts.append(replace(part, dropped=gone, fixed=unread, expired=number in expired))
         return parts
 
-    def _placed(self, number: int) -> bool:
-        """Whether a message can be dropped: under `text` any, else one whose place is known."""
+    def _placed(self, number: int, role: Role) -> bool:
+        """Whether a message can be dropped: under `text` any, else one whose place is known.
+
+        A result's content must be, too: it leaves alone.
+        """
         if self.method.exec == "text":
             return True
         spot = self.spots[number]
         before = self.spots[number - 1].end is not None if number else True
-        return (spot.content is not None or spot.answer is not None) and (
-            spot.end is not None and before
+        return (
+            before and spot.end is not None and (spot.content is not None or role is not Role.TOOL)
         )
 
     def _part(self, message: Message, tools: tuple[str, ...]) -> Part:

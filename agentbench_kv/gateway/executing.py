@@ -177,15 +177,28 @@ class Executor:
         behind = len(session.tokens)
         prompt_end = behind - len(answer)
         base = prompt_end - len(plan.ids)
-        spots = []
         contents = self._planner.contents(plan, old, self.shown(messages), tools)
         new = messages[len(messages) - len(contents) :]
-        for message, content in zip(new, contents, strict=True):
-            span = None if content is None else (base + content[0], base + content[1])
-            # What stands behind the content of a message with calls is its own.
-            end = None if span is None or message.get("tool_calls") else span[1]
-            spots.append(Spot(span, end))
+        spans = [None if c is None else (base + c[0], base + c[1]) for c in contents]
+        ends = [None if span is None else span[1] for span in spans]
+        for number, message in enumerate(new):
+            if message.get("tool_calls"):
+                ends[number] = _end_of_calls(new, spans, number)
+        spots = [Spot(span, end) for span, end in zip(spans, ends, strict=True)]
         return [*spots, Spot(None, behind, (prompt_end, behind))]
+
+
+def _end_of_calls(
+    messages: Sequence[Message], spans: Sequence[SpanRange | None], number: int
+) -> int | None:
+    """Return where a client's own message with calls ends: where its first result begins.
+
+    Its calls stand behind its content; a result never leaves later than they.
+    """
+    behind = number + 1
+    result = behind < len(messages) and messages[behind].get("role") == "tool"
+    span = spans[behind] if result else None
+    return None if span is None else span[0]
 
 
 def _charge_rewrite(session: Session, drops: SessionDrops, plan: Plan, added: int) -> None:

@@ -365,6 +365,19 @@ def test_contents_are_found_where_they_stand(contents: list[str], strips: bool) 
         assert [have for have in found if have is not None] == expected or "" in expected
 
 
+def test_empty_contents_have_places_where_the_template_shows_them() -> None:
+    messages = [{"role": "user", "content": content} for content in ("a", "", "b")]
+
+    def plain(given: Sequence[Any]) -> str:
+        return "".join(f"<{each['content']}>" for each in given)
+
+    def leaving_out(given: Sequence[Any]) -> str:
+        return "".join(f"<{each['content']}>" for each in given if each["content"])
+
+    assert content_spans(plain, messages) == [(1, 2), (4, 4), (6, 7)]
+    assert content_spans(leaving_out, messages) == [(1, 2), None, (4, 5)]
+
+
 def test_a_template_that_rewrites_contents_shows_no_places() -> None:
     messages = [{"role": "tool", "content": '{"a": 1}'}, {"role": "user", "content": "b"}]
     spans = content_spans(lambda given: "|".join(json.dumps(m["content"]) for m in given), messages)
@@ -598,3 +611,85 @@ def test_a_summary_without_room_for_it_drops_nothing() -> None:
         assert report.stats.auxiliary_calls == 1
     finally:
         gateway.engine.shutdown()
+
+
+# ---- the same decisions under every execution ----
+
+
+def left_of(method: str, budget: int, execution: str, histories: Sequence[Any]) -> list[int]:
+    """Play a client's requests; return the messages that something was dropped of."""
+    gateway = opened(make_method(method, budget, {"exec": execution} | SETTINGS.get(method, {})))
+    try:
+        for messages, said in histories:
+            gateway.force("run|0|1|a", messages, said, TOOLS)
+        tokens = gateway.token_log("run|0|1|a")[0]
+        stats = gateway.stats("run|0|1|a")
+        assert stats.live <= len(tokens)
+        return sorted({drop.message for drop in gateway.drops("run|0|1|a").dropped})
+    finally:
+        gateway.engine.shutdown()
+
+
+SETTINGS = {"clear-tools": {"keep": "0"}}
+SAID = {"role": "assistant", "content": "ok"}
+
+
+def asked_twice_with_an_empty_result() -> list[Any]:
+    both = {**call(0), "tool_calls": [*call(0)["tool_calls"], *call(1)["tool_calls"]]}
+    messages = [{"role": "user", "content": "Look."}, both]
+    messages += [{**result(0), "content": ""}, result(1)]
+    histories = [(messages[:1], both), (list(messages), call(2))]
+    messages += [call(2), result(2)]
+    return [*histories, (list(messages), SAID)]
+
+
+def calls_of_the_client() -> list[Any]:
+    messages = [{"role": "user", "content": "Look."}, call(0), result(0), SAID]
+    messages += [{"role": "user", "content": "More."}]
+    histories: list[Any] = []
+    for number in (2, 3):
+        histories.append((list(messages), call(number)))
+        messages += [call(number), result(number)]
+    return [*histories, (list(messages), SAID)]
+
+
+def turns_with_empty_results() -> list[Any]:
+    messages: Messages = [{"role": "user", "content": "First."}]
+    histories: list[Any] = [(list(messages), SAID)]
+    messages.append(SAID)
+    for number in range(4):
+        messages.append({"role": "user", "content": f"q{number} " + "pad " * 15})
+        histories.append((list(messages), call(number)))
+        messages += [call(number), {**result(number), "content": "" if number == 1 else "done"}]
+        histories.append((list(messages), SAID))
+        messages.append(SAID)
+    messages.append({"role": "user", "content": "end"})
+    return [*histories, (list(messages), SAID)]
+
+
+def turns_that_the_client_tells() -> list[Any]:
+    messages: Messages = [{"role": "user", "content": "First."}, SAID]
+    for number in range(3):
+        messages += [{"role": "user", "content": f"q{number} " + "pad " * 15}, call(number)]
+        messages += [result(number, 20), SAID]
+    messages.append({"role": "user", "content": "Go on."})
+    histories = [(list(messages), SAID)]
+    messages += [SAID, {"role": "user", "content": "end"}]
+    return [*histories, (list(messages), SAID)]
+
+
+@pytest.mark.parametrize(
+    ("method", "budget", "story", "gone"),
+    [
+        ("clear-tools", 100, asked_twice_with_an_empty_result, [3]),
+        ("clear-tools", 100, calls_of_the_client, [2, 6]),
+        ("turn-window", 150, turns_with_empty_results, list(range(2, 14))),
+        ("turn-window", 150, turns_that_the_client_tells, list(range(2, 14))),
+    ],
+)
+def test_what_leaves_is_the_same_under_every_execution(
+    method: str, budget: int, story: Callable[[], list[Any]], gone: list[int]
+) -> None:
+    found = [left_of(method, budget, execution, story()) for execution in ("text", "span")]
+    assert found[0] == found[1]
+    assert set(found[0]) >= set(gone)
