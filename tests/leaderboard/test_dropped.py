@@ -137,3 +137,10 @@ def test_an_edited_run_is_refused(packed: Any, name: str, forge: Callable[[Any],
     made = packed(name)
     forge(made)
     assert validate(made.cover()).findings
+
+
+def test_sidequest_on_a_model_that_was_not_trained_is_refused(packed: Any) -> None:
+    made = packed("forked")
+    made.info(lambda info: info["spec"].update(method="sidequest"))
+    findings = validate(made.cover(rename=True)).findings
+    assert ["was not trained for sidequest" in str(each) for each in findings] == [True]
