@@ -64,6 +64,7 @@ class SessionDrops:
     context: int
     tokens_of: Callable[[str], int]
     key: str  # the session's, the same in every run of a task
+    seed: int = 0  # of the request: the run's, for this sample and trial
     dropped: set[Drop] = field(default_factory=set)
     summary: StandIn | None = None
     seen: int = 0  # messages that the model has read or written
@@ -153,7 +154,7 @@ class SessionDrops:
 
     def history(self, messages: Sequence[Message], tokens: int = 0, logical: int = 0) -> History:
         """Return what a policy sees of a session that comes to so many live tokens."""
-        key = f"{self.key}/{self.requests}"
+        key = f"{self.key}/{self.seed}/{self.requests}"
         return History(self._parts(messages), tokens, self.context, logical, key)
 
     def count(self, figure: str, by: int = 1) -> None:

@@ -48,12 +48,13 @@ class Executor:
         return messages if self._quests is None else with_cursors(messages)
 
     def before(
-        self, session: Session, plan: Plan, messages: Sequence[Message], tools: Tools
+        self, session: Session, plan: Plan, messages: Sequence[Message], tools: Tools, seed: int
     ) -> Plan:
         """Drop what the policy names before a chat request is answered; return the new plan."""
         drops = session.drops
         if drops is None:
             return plan
+        drops.seed = seed
         anew = plan.reset or session.known is None
         if anew:
             session.abandon_aside()

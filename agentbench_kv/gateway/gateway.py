@@ -171,7 +171,8 @@ class Gateway(BaseGateway[Session]):
         before = None if plan.reset else before
         if self._executor is not None and request.prompt is None:
             # Last: what is refused has dropped nothing.
-            plan = self._executor.before(state, plan, request.messages, request.tools)
+            told = (request.messages, request.tools, options.seed)
+            plan = self._executor.before(state, plan, *told)
         turn = Turn(state, plan, self.codec, *asked, before, said, given, reads)
         turns = len(state.turns)
         try:

@@ -190,6 +190,7 @@ class TextGateway(BaseGateway[TextSession]):
         drops = state.drops
         if drops is None:
             return request.messages
+        drops.seed = request.options.seed
         new = request.messages[0 if reset else drops.seen :]
         fresh = sum(state.estimate(as_text(message)) for message in new)
         wanted = drops.decide(request.messages, state.stats(), fresh, anew=reset)

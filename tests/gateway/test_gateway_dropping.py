@@ -693,3 +693,16 @@ def test_what_leaves_is_the_same_under_every_execution(
     found = [left_of(method, budget, execution, story()) for execution in ("text", "span")]
     assert found[0] == found[1]
     assert set(found[0]) >= set(gone)
+
+
+def test_lots_are_drawn_by_the_runs_seed() -> None:
+    cleared = []
+    for seed in (0, 0, 1, 2, 3):
+        gateway = open_gateway(Endpoint(), make_method("random-tools", 700, {"keep": "1"}))
+        messages: Messages = [{"role": "user", "content": "Look."}]
+        for number in range(9):
+            gateway.chat("run|0|1|a", messages, TOOLS, Options(seed=seed))
+            messages += [{"role": "assistant", "content": "Seen."}, call(number), result(number)]
+        cleared.append(frozenset(gateway._find("run|0|1|a").drops.dropped))
+    assert cleared[0] == cleared[1] != frozenset()
+    assert len(set(cleared)) > 2

@@ -155,6 +155,19 @@ def test_random_clears_as_many_and_by_lot() -> None:
     assert len(set(found)) > 20
 
 
+def test_random_clears_as_many_where_one_is_as_long_as_all_others() -> None:
+    sizes = [3000, *[100] * 9]
+    whole = history(LOOKUPS, tokens=5000)
+    results = iter(sizes)
+    parts = [replace(p, tokens=next(results)) if p.role is Role.TOOL else p for p in whole.parts]
+    whole = replace(whole, parts=parts)
+    for budget in (4900, 2500, 1950):
+        many = len(make_method("clear-tools", budget).decide(whole))
+        draws = [replace(whole, key=f"session {n}") for n in range(30)]
+        found = {len(make_method("random-tools", budget).decide(draw)) for draw in draws}
+        assert found == {many}
+
+
 @pytest.mark.parametrize(
     ("tokens", "gone"),
     [(500, ()), (501, (3, 4)), (600, (3, 4)), (601, (3, 4, 5, 6)), (9999, (3, 4, 5, 6, 7, 8))],
@@ -205,7 +218,11 @@ def test_rules_that_always_hold(seed: int, keep: int, budget: int) -> None:
         assert not kept & {drop.message for drop in drops}
         assert all(whole.parts[drop.message].left(drop.what) for drop in drops)
         enough = whole.tokens - budget
-        if drops:
+        if name == "random-tools":
+            assert len(drops) == len(
+                make_method("clear-tools", budget, {"keep": str(keep)}).decide(whole)
+            )
+        elif drops:
             # No drop too many: without the largest it would not have been enough.
             sizes = [whole.parts[drop.message].left(drop.what) for drop in drops]
             assert saved(whole, drops) - max(sizes) < enough
