@@ -220,7 +220,7 @@ class RecordedEngine(base.Engine):
         return len(self._recorded(session)) - self._turns[session]
 
 
-class _Silent(Gateway):
+class _ReplayGateway(Gateway):
     """A gateway in which the model answers nothing that it is asked beside a session."""
 
     def _aside(self, state: Session, *rest: Any) -> Aside:
@@ -285,7 +285,7 @@ class Replay:
         self._recall = None if banks is None else RecallCheck(evidence, folder, banks)
         self._engine = RecordedEngine(self._recorded, info, self._ledger, banks)
         # What the model says beside a session is in no record: it said nothing.
-        self._gateway = _Silent(
+        self._gateway = _ReplayGateway(
             self._engine,
             policy=evidence.policy,
             default_max_tokens=spec.max_tokens,
