@@ -90,7 +90,7 @@ def random_history(seed: int) -> History:
     parts = [replace(part, fixed=part.fixed or n >= read) for n, part in enumerate(parts)]
     parts = [replace(p, expired=p.role is Role.TOOL and draw.random() < 0.5) for p in parts]
     tokens = sum(part.left(What.MESSAGE) for part in parts) + draw.randrange(200)
-    return History(parts, tokens, 4096, f"seed {seed}")
+    return History(parts, tokens, 4096, key=f"seed {seed}")
 
 
 def _decision_problem(method: DropMethod, seed: int) -> str:

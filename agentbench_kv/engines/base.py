@@ -69,6 +69,10 @@ class FinishReason(StrEnum):
     ENDPOINT_ERROR = "endpoint_error"
 
 
+# Whatever the model had to say, it was ended in the middle of it.
+CUT_OFF = frozenset({FinishReason.CONTEXT_LIMIT, FinishReason.CANCELLED})
+
+
 class PhaseLabeller(Protocol):
     """Labels a session's tokens one by one; holds the state between them."""
 

@@ -64,6 +64,7 @@ class SessionDrops:
     context: int
     tokens_of: Callable[[str], int]
     key: str  # the session's, the same in every run of a task
+    seed: int = 0  # of the request: the run's, for this sample and trial
     dropped: set[Drop] = field(default_factory=set)
     summary: StandIn | None = None
     seen: int = 0  # messages that the model has read or written
@@ -74,7 +75,8 @@ class SessionDrops:
     aside: Aside | None = None  # the question which results are expired, not answered yet
     figures: dict[str, int] = field(default_factory=dict)  # what came of such questions
     written_off: int = 0  # tokens that left as the history was written anew
-    longest: int = 0  # most tokens that a request added; what is read again is not new
+    longest: int = 0  # most tokens that a request added; what is read or told again is not new
+    told: int = 0  # most tokens that the session came to before it began anew
     peak_beside: int = 0  # most tokens held at once with a request beside the session
 
     def copy(self) -> SessionDrops:
@@ -87,6 +89,7 @@ class SessionDrops:
     def restart(self) -> None:
         """Forget what was dropped: the client told another story."""
         self.dropped, self.summary, self.seen, self.spots = set(), None, 0, []
+        self.written_off = 0
 
     def account(self, stats: KVStats) -> KVStats:
         """Return an engine's account of the session with what only its history shows."""
@@ -117,29 +120,42 @@ class SessionDrops:
         """Return the account of writing the history anew: what it came to `before`, what is left.
 
         `left` are tokens of the history that are in the new prompt, `recomputed` are read again.
+        Where no fewer are left, as behind a long summary, that is no event.
         """
-        event = KVEvent(before.decode_tokens, before.logical, before.live, left, 0)
         gone = max(0, before.live - left)
+        event = KVEvent(before.decode_tokens, before.logical, before.live, left, 0)
         self.written_off += gone
-        return KVStats(events=[event], evicted=gone, recomputed=recomputed, rewrites=1)
+        events = [event] if gone else []
+        return KVStats(events=events, evicted=gone, recomputed=recomputed, rewrites=1)
 
-    def decide(self, messages: Sequence[Message], live: int, new: int) -> frozenset[Drop]:
-        """Return what leaves before a request is answered that adds `new` tokens to live ones."""
+    def decide(
+        self, messages: Sequence[Message], stats: KVStats, new: int, *, anew: bool = False
+    ) -> frozenset[Drop]:
+        """Return what leaves before a request is answered that adds `new` tokens to a session.
+
+        `stats` are of the session before it. Where it begins `anew`, all of the history is new to
+        the model, and for the bound no more than what the session had never come to: a client that
+        tells its history otherwise each time would set the bound of its own peak.
+        """
         if self.method.foresees and self.last_uses is None:
             raise UsageError(
                 f"method {self.method.label!r} must know which results are needed later, and of "
                 "this session nobody does; use it in kvbench run, on a task that says it"
             )
         self.requests += 1
-        self.longest = max(self.longest, new)
-        history = self.history(messages, live + new)
+        live, logical = stats.live, stats.logical
+        if anew:
+            self.restart()
+            self.told, live, logical = max(self.told, logical), 0, 0
+        self.longest = max(self.longest, new - (self.told if anew else 0))
+        history = self.history(messages, live + new, logical + new)
         drops = self.method.decide(history)
-        return frozenset(d for d in drops if history.parts[d.message].left(d.what))
+        return frozenset(d for d in drops if history.parts[d.message].may_go(d.what))
 
-    def history(self, messages: Sequence[Message], tokens: int) -> History:
+    def history(self, messages: Sequence[Message], tokens: int = 0, logical: int = 0) -> History:
         """Return what a policy sees of a session that comes to so many live tokens."""
-        key = f"{self.key}/{self.requests}"
-        return History(self._parts(messages), tokens, self.context, key)
+        key = f"{self.key}/{self.seed}/{self.requests}"
+        return History(self._parts(messages), tokens, self.context, logical, key)
 
     def count(self, figure: str, by: int = 1) -> None:
         """Count something that the method did or met."""
@@ -150,16 +166,21 @@ class SessionDrops:
         messages: Sequence[Message],
         wanted: frozenset[Drop],
         ask: Callable[[Sequence[Message], int], str],
-    ) -> None:
+    ) -> bool:
         """Have the model summarise what leaves, with what an earlier summary said of the rest.
 
-        `ask` answers messages with at most so many tokens.
+        `ask` answers messages with at most so many tokens. False if there is no summary: the model
+        had no room for it, was cut off, or said nothing but thoughts or calls; then nothing leaves.
         """
         old = messages[: max(drop.message for drop in wanted) + 1]
         asked = [*self.edited(old), {"role": "user", "content": SUMMARISE}]
-        text = ask(asked, self.method.summary_tokens)
+        text = ask(asked, self.method.summary_tokens).strip()
+        if not text:
+            self.count("summaries_not_made")
+            return False
         gone = [drop.message for drop in self.dropped | wanted if drop.what is What.MESSAGE]
         self.summary = StandIn(min(gone), text)
+        return True
 
     def edited(self, messages: Sequence[Message]) -> list[Message]:
         """Return the messages as the model is shown them where they are written anew."""
@@ -199,18 +220,24 @@ class SessionDrops:
         for number, message in enumerate(messages):
             gone = frozenset(dropped.get(number, ()))
             part = self._part(message, tools[number])
-            unread = number >= self.seen or not self._placed(number)
+            unread = number >= self.seen or not self._placed(number, part.role)
+            if not unread and self.method.exec != "text" and self.spots[number].answer is None:
+                # Of what the client wrote, only contents and whole messages have a place.
+                part = replace(part, inputs=0, thoughts=0)
             parts.append(replace(part, dropped=gone, fixed=unread, expired=number in expired))
         return parts
 
-    def _placed(self, number: int) -> bool:
-        """Whether a message can be dropped: under `text` any, else one whose place is known."""
+    def _placed(self, number: int, role: Role) -> bool:
+        """Whether a message can be dropped: under `text` any, else one whose place is known.
+
+        A result's content must be, too: it leaves alone.
+        """
         if self.method.exec == "text":
             return True
         spot = self.spots[number]
         before = self.spots[number - 1].end is not None if number else True
-        return (spot.content is not None or spot.answer is not None) and (
-            spot.end is not None and before
+        return (
+            before and spot.end is not None and (spot.content is not None or role is not Role.TOOL)
         )
 
     def _part(self, message: Message, tools: tuple[str, ...]) -> Part:
@@ -223,6 +250,7 @@ class SessionDrops:
             thoughts=self.tokens_of(str(message.get("reasoning_content") or "")),
             inputs=inputs,
             tools=tools,
+            placeholder=self.tokens_of(CLEARED) if self.method.exec == "text" else 0,
         )
 
     def _edited(self, number: int, message: Message) -> Message:

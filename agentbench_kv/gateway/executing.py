@@ -48,17 +48,17 @@ class Executor:
         return messages if self._quests is None else with_cursors(messages)
 
     def before(
-        self, session: Session, plan: Plan, messages: Sequence[Message], tools: Tools
+        self, session: Session, plan: Plan, messages: Sequence[Message], tools: Tools, seed: int
     ) -> Plan:
         """Drop what the policy names before a chat request is answered; return the new plan."""
         drops = session.drops
         if drops is None:
             return plan
-        if plan.reset or session.known is None:
+        drops.seed = seed
+        anew = plan.reset or session.known is None
+        if anew:
             session.abandon_aside()
-            drops.restart()
-        live = self._engine.stats(session.id).live if session.opened and not plan.reset else 0
-        wanted = drops.decide(messages, live, len(plan.ids))
+        wanted = drops.decide(messages, session.stats(), len(plan.ids), anew=anew)
         if self._quests is not None:
             wanted |= self._quests.collect(session, drops, messages)
         plan = self._carry_out(session, drops, plan, messages, tools, wanted)
@@ -98,7 +98,9 @@ class Executor:
             self._evict(session, drops, wanted)
             return plan
         if self._method.summary_tokens and wanted:
-            drops.summarise(messages, wanted, partial(self._summary, session, tools))
+            ask = partial(self._summary, session, tools)
+            if not drops.summarise(messages, wanted, ask):
+                return plan
         drops.dropped |= wanted
         return self._rewrite(session, drops, plan, messages, tools) if wanted else plan
 
@@ -176,15 +178,28 @@ class Executor:
         behind = len(session.tokens)
         prompt_end = behind - len(answer)
         base = prompt_end - len(plan.ids)
-        spots = []
         contents = self._planner.contents(plan, old, self.shown(messages), tools)
         new = messages[len(messages) - len(contents) :]
-        for message, content in zip(new, contents, strict=True):
-            span = None if content is None else (base + content[0], base + content[1])
-            # What stands behind the content of a message with calls is its own.
-            end = None if span is None or message.get("tool_calls") else span[1]
-            spots.append(Spot(span, end))
+        spans = [None if c is None else (base + c[0], base + c[1]) for c in contents]
+        ends = [None if span is None else span[1] for span in spans]
+        for number, message in enumerate(new):
+            if message.get("tool_calls"):
+                ends[number] = _end_of_calls(new, spans, number)
+        spots = [Spot(span, end) for span, end in zip(spans, ends, strict=True)]
         return [*spots, Spot(None, behind, (prompt_end, behind))]
+
+
+def _end_of_calls(
+    messages: Sequence[Message], spans: Sequence[SpanRange | None], number: int
+) -> int | None:
+    """Return where a client's own message with calls ends: where its first result begins.
+
+    Its calls stand behind its content; a result never leaves later than they.
+    """
+    behind = number + 1
+    result = behind < len(messages) and messages[behind].get("role") == "tool"
+    span = spans[behind] if result else None
+    return None if span is None else span[0]
 
 
 def _charge_rewrite(session: Session, drops: SessionDrops, plan: Plan, added: int) -> None:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from agentbench_kv.engines.base import Capability, Engine, KVStats
+from agentbench_kv.engines.base import CUT_OFF, Capability, Engine, KVStats
 from agentbench_kv.errors import UsageError
 from agentbench_kv.gateway.aside import Aside
 from agentbench_kv.gateway.base import BaseGateway, Request
@@ -171,7 +171,8 @@ class Gateway(BaseGateway[Session]):
         before = None if plan.reset else before
         if self._executor is not None and request.prompt is None:
             # Last: what is refused has dropped nothing.
-            plan = self._executor.before(state, plan, request.messages, request.tools)
+            told = (request.messages, request.tools, options.seed)
+            plan = self._executor.before(state, plan, *told)
         turn = Turn(state, plan, self.codec, *asked, before, said, given, reads)
         turns = len(state.turns)
         try:
@@ -214,7 +215,7 @@ class Gateway(BaseGateway[Session]):
         """Begin a request beside a session: in a fork of it if the engine can, else in a new one.
 
         A fork reads only what the session has not read; where the messages are another story than
-        the session's, as far as the engine can forget that.
+        the session's, as far as the engine can forget that. An answer that was cut off is none.
         """
         name = f"{state.id} aside {state.stats().auxiliary_calls + 1}"
         able = Capability.FORK in self.engine.info.capabilities
@@ -236,7 +237,8 @@ class Gateway(BaseGateway[Session]):
             try:
                 for _ in turn.deltas():
                     pass
-                text = turn.result().content.strip()
+                said = turn.result()
+                text = "" if said.finish_reason in CUT_OFF else said.content.strip()
             finally:
                 stats = twin.close().stats
             return text, stats

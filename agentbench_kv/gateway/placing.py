@@ -24,8 +24,21 @@ def content_spans(
     The messages are rendered a second time with marks for contents: what stands between two marks
     stands between the contents, too. None for a message whose place that does not show.
     """
+    found = _content_spans(render, messages, empty=True)
+    if all(span or each.get("tool_calls") for span, each in zip(found, messages, strict=True)):
+        return found
+    # The template may leave out a content that is empty, with what stands around it.
+    without = _content_spans(render, messages, empty=False)
+    return max(found, without, key=lambda spans: len(spans) - spans.count(None))
+
+
+def _content_spans(
+    render: Callable[[Sequence[Message]], str], messages: Sequence[Message], *, empty: bool
+) -> list[SpanRange | None]:
     marked = [
-        {**message, "content": _MARK.format(number)} if text_of(message.get("content")) else message
+        {**message, "content": _MARK.format(number)}
+        if text_of(message.get("content")) or (empty and not message.get("tool_calls"))
+        else message
         for number, message in enumerate(messages)
     ]
     text, pieces = render(messages), _FIND.split(render(marked))

@@ -15,7 +15,7 @@ from agentbench_kv.gateway.cursors import (
 from agentbench_kv.gateway.dropping import SessionDrops
 from agentbench_kv.gateway.messages import Message
 from agentbench_kv.gateway.session import Session
-from agentbench_kv.methods.dropping.policy import Drop, Role, What
+from agentbench_kv.methods.dropping.policy import Drop, What
 from agentbench_kv.methods.dropping.sidequest import SideQuestPrompted
 
 Tools = Sequence[Mapping[str, Any]] | None
@@ -60,20 +60,24 @@ def question_due(
 ) -> bool:
     """Return whether a request is one to ask at, with a result to ask about."""
     due = drops.requests % method.fork_every == 0 and drops.aside is None
-    parts = drops.history(messages, 0).parts
-    return due and any(part.role is Role.TOOL and What.RESULT not in part.dropped for part in parts)
+    return due and any(part.clearable for part in drops.history(messages).parts)
 
 
 def expired(
     method: SideQuestPrompted, drops: SessionDrops, messages: Sequence[Message], answer: str
 ) -> frozenset[Drop]:
-    """Return what leaves by an answer, and count what came of it."""
-    history, places = drops.history(messages, 0), places_of_cursors(messages)
+    """Return what leaves by an answer, and count what came of it.
+
+    One that names a cursor which no result has drops nothing; a result that cannot leave, or has
+    left, is passed over.
+    """
+    history, places = drops.history(messages), places_of_cursors(messages)
     cursors = named_cursors(answer)
-    results = [places[cursor] for cursor in cursors or () if cursor in places]
+    unknown = [cursor for cursor in cursors or () if cursor not in places]
+    results = [places[cursor] for cursor in cursors or () if not unknown]
     left = [number for number in results if history.parts[number].left(What.RESULT)]
     drops.count("questions")
     drops.count("unreadable_answers", cursors is None)
-    drops.count("unknown_cursors", len(cursors or ()) - len(left))
+    drops.count("unknown_cursors", len(unknown))
     found = method.expired(history, left)
     return frozenset(drop for drop in found if history.parts[drop.message].left(drop.what))

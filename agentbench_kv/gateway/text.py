@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from agentbench_kv.engines.base import FinishReason, KVStats
+from agentbench_kv.engines.base import CUT_OFF, FinishReason, KVStats
 from agentbench_kv.engines.text import TextEngine, TextReply, TextSampling
 from agentbench_kv.errors import (
     ContextLimitError,
@@ -42,6 +42,8 @@ from agentbench_kv.methods.dropping.policy import DropMethod
 from agentbench_kv.methods.dropping.sidequest import SideQuestPrompted
 from agentbench_kv.phases.syntax import SYNTAXES
 
+Messages = Sequence[Message]
+
 
 @dataclass
 class TextSession(BaseSession):
@@ -62,6 +64,18 @@ class TextSession(BaseSession):
         size = sum(len(as_text(message)) for message in messages) + len(json.dumps(tools or ""))
         if reply.prompt_tokens and size:
             self.tokens_per_character = reply.prompt_tokens / size
+
+    def rewrite(self, drops: SessionDrops, whole: Messages, shown: Messages) -> None:
+        """Put to the account that messages are written anew, shorter than the `whole` of them.
+
+        What the two have in common, tools and template included, is in no estimate: only the
+        difference is estimated.
+        """
+        sizes = [sum(self.estimate(as_text(each)) for each in part) for part in (whole, shown)]
+        before = self.stats()
+        left = max(0, before.live - max(0, sizes[0] - sizes[1]))
+        held = replace(drops.rewritten(before, left), live=left, logical=self.account.logical)
+        self.account = self.account.followed_by(held)
 
     def stats(self) -> KVStats:
         stats = replace(self.account, events=self.account.events.copy())
@@ -93,7 +107,7 @@ class TextSession(BaseSession):
         if prompt or output:
             _charge(self.account, prompt, output, fresh)
         if self.drops is not None and (reset or not self.turns):
-            self.drops.longest = max(self.drops.longest, prompt)
+            self.drops.longest = max(self.drops.longest, prompt - self.drops.told)
         info = TurnInfo(
             turn=len(self.turns),
             prompt_tokens=prompt,
@@ -176,28 +190,25 @@ class TextGateway(BaseGateway[TextSession]):
         drops = state.drops
         if drops is None:
             return request.messages
-        if reset:
-            drops.restart()
-        new = request.messages[drops.seen :]
+        drops.seed = request.options.seed
+        new = request.messages[0 if reset else drops.seen :]
         fresh = sum(state.estimate(as_text(message)) for message in new)
-        live = 0 if reset else state.account.live
-        wanted = drops.decide(request.messages, live, fresh)
+        wanted = drops.decide(request.messages, state.stats(), fresh, anew=reset)
         ask = partial(self._beside, state, request)
         messages, method = request.messages, drops.method
         if isinstance(method, SideQuestPrompted):
             messages = with_cursors(messages)
+        whole = drops.edited(messages)
+        if isinstance(method, SideQuestPrompted):
             if question_due(method, drops, request.messages):
-                answer = ask(
-                    [*drops.edited(messages), question(method.trained)], method.fork_tokens
-                )
+                answer = ask([*whole, question(method.trained)], method.fork_tokens)
                 wanted |= expired(method, drops, request.messages, answer)
-        elif wanted and method.summary_tokens:
-            drops.summarise(messages, wanted, ask)
+        elif wanted and method.summary_tokens and not drops.summarise(messages, wanted, ask):
+            wanted = frozenset()
         drops.dropped |= wanted
         shown = drops.edited(messages)
         if wanted:
-            left = sum(state.estimate(as_text(message)) for message in shown) - fresh
-            state.account = state.account.followed_by(drops.rewritten(state.account, max(0, left)))
+            state.rewrite(drops, whole, shown)
         return shown
 
     def _beside(
@@ -205,14 +216,14 @@ class TextGateway(BaseGateway[TextSession]):
     ) -> str:
         """Ask something beside the session, which pays for it."""
         began = time.perf_counter()
-        options = Options(max_tokens=limit)
+        options = Options(max_tokens=limit, tool_choice=ToolChoice("none"))
         reply = self._ask(replace(request, messages=asked, options=options))
         state.account.auxiliary_calls += 1
         state.account.auxiliary_tokens += reply.prompt_tokens + reply.output_tokens
         state.account.auxiliary_s += time.perf_counter() - began
         if state.drops is not None:  # the beginning of the prompt is the session's
             state.drops.beside(0, reply.prompt_tokens + reply.output_tokens)
-        return _thoughts(reply)[0]
+        return "" if reply.finish_reason in CUT_OFF else _thoughts(reply)[0]
 
     def _ask(self, request: Request) -> TextReply:
         options = request.options

@@ -11,6 +11,7 @@ from agentbench_kv.engines.base import Capability
 from agentbench_kv.errors import KVBenchError
 from agentbench_kv.leaderboard import consistency, identity
 from agentbench_kv.leaderboard.evidence import (
+    OWN,
     Checks,
     Fault,
     Note,
@@ -182,6 +183,14 @@ def _obstacle(evidence: RunEvidence, rescore: bool) -> str:
         return "not re-scored; kvbench leaderboard validate --rescore does it"
     if spec.params.get("recovery") == "breadcrumb":
         return "reminders put words into the prompts that only the method knows"
+    if (policy := evidence.policy) is not None and evidence.rewrites:
+        if policy.asks:
+            return (
+                f"cannot be re-scored: what the model said beside the session, which {policy.name} "
+                "writes the history by, is in no record"
+            )
+        if spec.engine not in OWN:
+            return "cannot be re-scored: what left was decided by a server's own count of tokens"
     if evidence.keeps_banks and Capability.FORCE.value in load_task(spec.task).needs:
         return (
             "cannot be re-scored: questions are asked in sessions beside the trial's, whose tokens "

@@ -128,33 +128,38 @@ def check_turns(evidence: RunEvidence) -> Checks:
             yield differs(place(key, "turns"), len(turns), record.usage.requests)
             continue
         recalled = _most_rows(evidence, record)
-        for name, said, of_turns in _sums(record, turns, exact, evidence.passes):
+        for name, said, of_turns in _sums(evidence, record, turns, exact):
             # A memory's rows are there before a session's first turn.
             more = recalled * (record.session_resets + 1) if name == "kv.restored" else 0
             derived = of_turns + more
             # A session that was cut off may hold more than its last finished turn.
             if said < derived or (said > derived and record.status not in CUT_OFF):
                 yield differs(place(key, name), said, derived)
-        yield from _check_growth(key, record, turns, recalled)
+        yield from _check_growth(evidence, key, record, turns)
         yield from _check_turn_times(key, record, turns)
 
 
 def _sums(
-    record: TrialRecord, turns: Sequence[TurnRecord], exact: bool, passes: int
+    evidence: RunEvidence, record: TrialRecord, turns: Sequence[TurnRecord], exact: bool
 ) -> list[tuple[str, int, int]]:
-    """Return name, recorded value and derived value of what follows from the turns.
-
-    They read prompts in so many `passes`.
-    """
+    """Return name, recorded value and derived value of what follows from the turns."""
     names = _TOTALS | (_OWN_TOTALS if exact else {})
     found = [
         (name, attrgetter(name)(record), sum(getattr(turn, of) for turn in turns))
         for name, of in names.items()
     ]
-    if exact:
-        longest = max(turn.prefill_tokens for turn in turns) // passes
+    # What is told again after a reset is not new where messages are dropped.
+    if exact and not (evidence.policy and record.session_resets):
+        longest = max(_new_tokens(evidence, turn) for turn in turns)
         found.append(("kv.longest_prefill", record.kv.longest_prefill, longest))
     return found
+
+
+def _new_tokens(evidence: RunEvidence, turn: TurnRecord) -> int:
+    """Return what a turn read that its session had never had."""
+    if evidence.rewrites and turn.events:
+        return turn.prompt_tokens - (turn.live_before - turn.evicted)
+    return turn.prefill_tokens // evidence.passes
 
 
 def _most_rows(evidence: RunEvidence, record: TrialRecord) -> int:
@@ -167,14 +172,20 @@ def _most_rows(evidence: RunEvidence, record: TrialRecord) -> int:
 
 
 def _check_growth(
-    key: TrialKey, record: TrialRecord, turns: Sequence[TurnRecord], recalled: int
+    evidence: RunEvidence, key: TrialKey, record: TrialRecord, turns: Sequence[TurnRecord]
 ) -> Checks:
-    """Check that a session only grows, and no turn holds more than was seen or the peak."""
+    """Check that a session only grows, and no turn holds more than was seen or the peak.
+
+    A history that is written anew is shorter by what left, and by nothing else.
+    """
+    recalled = _most_rows(evidence, record)
     for turn in turns:
         seen = turn.prompt_tokens + turn.output_tokens
+        left = turn.evicted if evidence.rewrites else 0
         for name in ("live_before", "live_after"):
             held, most = getattr(turn, name), "peak_alone" if record.kv.peak_alone else "peak_live"
-            if held > min(seen + recalled, peak := getattr(record.kv, most)):
+            had = left if name == "live_before" else 0
+            if held > min(seen + recalled + had, peak := getattr(record.kv, most)):
                 text = f"is {held}; the session has seen {seen}, kv.{most} is {peak}"
                 yield Fault(place(key, f"turn {turn.turn}: {name}"), text)
         if sum(turn.phases.values()) > seen:
@@ -182,7 +193,10 @@ def _check_growth(
     if record.session_resets:
         return
     for earlier, later in pairwise(turns):
-        if later.prompt_tokens < earlier.prompt_tokens + earlier.output_tokens:
+        left = later.evicted + 1 if evidence.rewrites and later.events else 0
+        if evidence.at_text_level and left:  # its tokens are estimates
+            continue
+        if later.prompt_tokens < earlier.prompt_tokens + earlier.output_tokens - left:
             text = "is shorter than what the session held, and no reset is recorded"
             yield Fault(place(key, f"turn {later.turn}: prompt_tokens"), text)
 
@@ -277,7 +291,7 @@ def check_accounts(evidence: RunEvidence) -> Checks:
         if not turns:
             continue
         if engine in OWN:
-            yield from _check_rows(evidence, key, record)
+            yield from _check_rows(evidence, key, record, turns)
         yield from _check_limits(evidence, key, record, turns)
         if record.status in CUT_OFF:
             continue
@@ -289,36 +303,51 @@ def check_accounts(evidence: RunEvidence) -> Checks:
         if engine in _LOCAL and record.kv.decode_tokens:
             yield from _check_bytes(key, record, per_token)
         if engine == "embedded" and not record.session_resets:
-            yield from _check_live(key, turns, _most_rows(evidence, record), evidence.passes)
+            yield from _check_live(evidence, key, turns, _most_rows(evidence, record))
 
 
-def _check_rows(evidence: RunEvidence, key: TrialKey, record: TrialRecord) -> Checks:
+def _check_rows(
+    evidence: RunEvidence, key: TrialKey, record: TrialRecord, turns: Sequence[TurnRecord]
+) -> Checks:
     """Check what holds for our own engines: no row is lost, every moved row is of an event."""
     kv = record.kv
     again = kv.prefill_tokens * (evidence.passes - 1) // evidence.passes
-    yield from expect(place(key, "kv.recomputed"), kv.recomputed, again)
+    if evidence.rewrites:
+        again = sum(turn.prefill_tokens - _new_tokens(evidence, turn) for turn in turns)
+    if not evidence.rewrites or _in_turns(record, turns):
+        yield from expect(place(key, "kv.recomputed"), kv.recomputed, again)
+    elif kv.recomputed > kv.prefill_tokens:
+        yield differs(place(key, "kv.recomputed"), kv.recomputed, again)
     if not kv.restored and key in evidence.transcripts:
         moved = sum(event.rows_moved for event in evidence.transcripts[key].events)
         yield from expect(place(key, "kv.rows_moved"), kv.rows_moved, moved)
+
+
+def _in_turns(record: TrialRecord, turns: Sequence[TurnRecord]) -> bool:
+    """Whether every rewrite is an event of a turn that read a prompt."""
+    read = sum(turn.events for turn in turns if turn.prefill_tokens)
+    return record.kv.rewrites == read and not record.session_resets
 
 
 def _check_limits(
     evidence: RunEvidence, key: TrialKey, record: TrialRecord, turns: Sequence[TurnRecord]
 ) -> Checks:
     recalled = _most_rows(evidence, record)
-    kv, lost = record.kv, record.kv.recomputed > 0 and evidence.passes == 1
-    whole = record.session_resets == 0 and not lost
+    kv, rewrites = record.kv, evidence.rewrites
+    lost = kv.recomputed > 0 and evidence.passes == 1 and not rewrites
+    # An endpoint's tokens are estimates where a history was written anew.
+    whole = record.session_resets == 0 and not lost and not (rewrites and evidence.at_text_level)
     seen = kv.prefill_tokens + kv.decode_tokens + kv.restored + kv.recomputed
     longest = max(turn.prompt_tokens + turn.output_tokens for turn in turns)
     held = recalled + (kv.logical if whole else max(kv.logical, longest))
     most = {
         "evicted": kv.logical + kv.restored if whole else seen,
         "restored": kv.evicted + recalled * (record.session_resets + 1),
-        "logical": longest,
+        "logical": longest + (kv.evicted if rewrites else 0),
         # What a method asks beside a session comes on top of it, by no more than it read and said.
         "peak_alone": min(held, kv.peak_live),
         "peak_live": min(held, kv.peak_alone or held) + kv.auxiliary_tokens,
-        "longest_prefill": max(turn.prefill_tokens // evidence.passes for turn in turns),
+        "longest_prefill": max(_new_tokens(evidence, turn) for turn in turns),
         "mean_decode_kv": kv.peak_live,
         "cached_tokens": kv.prefill_tokens,
         "shared": held - recalled,
@@ -366,16 +395,17 @@ def _check_bytes(key: TrialKey, record: TrialRecord, per_token: int | None) -> C
         yield Fault(place(key, "kv.bytes_read"), text)
 
 
-def _check_live(key: TrialKey, turns: Sequence[TurnRecord], held: int, passes: int) -> Checks:
+def _check_live(
+    evidence: RunEvidence, key: TrialKey, turns: Sequence[TurnRecord], held: int
+) -> Checks:
     """Check that a turn holds what it found, added and lost; the newest token waits to be fed.
 
-    `held` is what a session holds before its first turn, which reads prompts in so many `passes`.
+    `held` is what a session holds before its first turn.
     """
     for turn in turns:
         yield from expect(place(key, f"turn {turn.turn}: live_before"), turn.live_before, held)
         held = turn.live_after
-        read = turn.prefill_tokens // passes
-        added = read + turn.output_tokens + turn.restored - turn.evicted
+        added = _new_tokens(evidence, turn) + turn.output_tokens + turn.restored - turn.evicted
         expected = turn.live_before + added
         if not 0 <= expected - turn.live_after <= 1:
             field = place(key, f"turn {turn.turn}: live_after")

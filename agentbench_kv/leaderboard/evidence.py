@@ -21,6 +21,7 @@ from pydantic import ValidationError
 from agentbench_kv.engines.base import Capability
 from agentbench_kv.engines.core.memory import memory_method
 from agentbench_kv.errors import KVBenchError, UsageError
+from agentbench_kv.methods.dropping.policy import DropMethod
 from agentbench_kv.registry import load_engine
 from agentbench_kv.results.files import file_sha
 from agentbench_kv.results.lines import Lines
@@ -159,6 +160,20 @@ class RunEvidence:
             return Capability.MEMORY_BLOCKS.value in self.spec.built_method.needs
         except KVBenchError:  # a plug-in that is not here
             return False
+
+    @cached_property
+    def policy(self) -> DropMethod | None:
+        """The method, if it is one that drops messages."""
+        try:
+            method = self.spec.built_method
+        except KVBenchError:  # a plug-in that is not here
+            return None
+        return method if isinstance(method, DropMethod) else None
+
+    @property
+    def rewrites(self) -> bool:
+        """Whether what leaves does so as the history is written anew."""
+        return self.policy is not None and self.policy.exec == "text"
 
     @property
     def passes(self) -> int:

@@ -33,6 +33,7 @@ from agentbench_kv.registry import load_engine, load_task, names
 from agentbench_kv.results.store import RunStatus, prefix_parts, run_id
 from agentbench_kv.run.engines import check_pair
 from agentbench_kv.run.spec import RunSpec, resolve
+from agentbench_kv.run.trained import check_trained
 
 # Settings that name a server or a folder: a submission must not make this machine go there.
 _ELSEWHERE = frozenset({
@@ -175,6 +176,11 @@ def check_model(evidence: RunEvidence) -> Checks:
     spec, said = evidence.spec, evidence.info.provenance.get("model_sha")
     if spec.engine == _SCRIPTED or evidence.at_text_level:
         return
+    if spec.model in SHIPPED and evidence.policy is not None:
+        try:
+            check_trained(spec.model, evidence.policy)
+        except KVBenchError as error:
+            yield Fault("run.json: spec.model", str(error))
     shipped = _shipped()
     if spec.model in shipped:
         yield from expect("run.json: provenance.model_sha", said, shipped[spec.model])

@@ -28,8 +28,9 @@ from agentbench_kv.engines.core.memory import memory_method
 from agentbench_kv.engines.serving.wire import read_model
 from agentbench_kv.errors import ContextLimitError, KVBenchError
 from agentbench_kv.gateway import Gateway
+from agentbench_kv.gateway.aside import Aside
 from agentbench_kv.gateway.http import BackgroundServer
-from agentbench_kv.gateway.session import Spent
+from agentbench_kv.gateway.session import Session, Spent
 from agentbench_kv.leaderboard.evidence import (
     CUT_OFF,
     OWN,
@@ -46,7 +47,8 @@ from agentbench_kv.leaderboard.evidence import (
 from agentbench_kv.leaderboard.recalling import RecallCheck, RecordedBanks
 from agentbench_kv.methods.base import CLOSINGS, Phase
 from agentbench_kv.methods.full import Full
-from agentbench_kv.methods.spans import TurnNotes
+from agentbench_kv.methods.spans import SpanRange, TurnNotes
+from agentbench_kv.registry import load_engine
 from agentbench_kv.results.records import Metric, TrialRecord, TrialStatus, TurnRecord
 from agentbench_kv.results.store import TrialKey
 from agentbench_kv.run.ledger import answers, ledger
@@ -65,7 +67,10 @@ DERIVED = (
     "peak_live", "logical", "events", "evicted", "bytes_read", "prefill_tokens", "longest_prefill",
     "decode_tokens", "mean_decode_kv", "restored", "recomputed", "budget", "peak_bytes",
 )  # fmt: skip
+# Of a method that drops messages, too.
+_DROPPED = ("rewrites", "peak_alone", "auxiliary_calls", "auxiliary_tokens", "auxiliary_s")
 _PROTECTION = ("protected", "refused", "refused_recent", "refused_budget")
+_REPLAYED = frozenset({base.Capability.REWIND, base.Capability.EVICT_SPANS})
 _COUNTED = ("logical", "prefill_tokens", "longest_prefill", "decode_tokens")
 _OF_THE_CLOCK = frozenset({"seconds"})
 # Of a memory's ledger: times, and what of the past came from files.
@@ -85,6 +90,7 @@ class _RecordedSession:
     passes: int = 1  # in which its prompts are read
     waiting: int = 0  # tokens the cache does not hold yet: a prompt, and what was generated last
     prompt: int = 0
+    gone: set[int] = field(default_factory=set)  # positions that were evicted
 
     @property
     def length(self) -> int:
@@ -160,6 +166,23 @@ class RecordedEngine(base.Engine):
         limit = self.info.context_limit
         return _RecordedGeneration(self._sessions[session], ids, sampling, limit)
 
+    def rewind(self, session: str, length: int) -> None:
+        state = self._sessions[session]
+        state.waiting = max(0, length - state.ledger.fed)
+        state.prompt = min(state.prompt, state.waiting)
+        state.gone = {position for position in state.gone if position < length}
+        if length < state.ledger.fed:
+            state.ledger.rewind(length, length - len(state.gone))
+
+    def evict_spans(self, session: str, spans: Sequence[SpanRange]) -> int:
+        state = self._sessions[session]
+        fed = state.ledger.fed
+        leaving = {n for begin, end in spans for n in range(begin, min(end, fed))} - state.gone
+        if leaving:
+            state.gone |= leaving
+            state.ledger.evict(state.ledger.live - len(leaving))
+        return len(leaving)
+
     def memorise(self, session: str, bank: str, tokens: int | None = None, start: int = 0) -> int:
         if self._banks is None:
             return super().memorise(session, bank, tokens, start)
@@ -181,7 +204,9 @@ class RecordedEngine(base.Engine):
 
     def stats(self, session: str) -> base.KVStats:
         state = self._sessions[session]
-        return replace(state.ledger.snapshot(), logical=state.length)
+        stats = replace(state.ledger.snapshot(), logical=state.length)
+        # The engine without a model holds what it wrote last, too.
+        return replace(stats, live=state.length) if self.info.name == "scripted" else stats
 
     def close(self, session: str) -> base.KVStats:
         stats = self.stats(session)
@@ -193,6 +218,14 @@ class RecordedEngine(base.Engine):
     def unsaid(self, session: str) -> int:
         """Return how many recorded generations nobody asked for."""
         return len(self._recorded(session)) - self._turns[session]
+
+
+class _ReplayGateway(Gateway):
+    """A gateway in which the model answers nothing that it is asked beside a session."""
+
+    def _aside(self, state: Session, *rest: Any) -> Aside:
+        del state, rest
+        return Aside(lambda: ("", base.KVStats()))
 
 
 @dataclass(eq=False)
@@ -245,13 +278,16 @@ class Replay:
         self._facts = facts = read_model(folder)
         limit = int(evidence.info.provenance["context_limit"])
         info = base.EngineInfo(
-            spec.engine, spec.model, folder, "", "cpu", spec.dtype, limit, facts.eos_token_ids
+            *(spec.engine, spec.model, folder, "", "cpu", spec.dtype, limit, facts.eos_token_ids),
+            load_engine(spec.engine).capabilities & _REPLAYED,
         )
         banks = RecordedBanks(memory_method(spec.built_method)) if evidence.keeps_banks else None
         self._recall = None if banks is None else RecallCheck(evidence, folder, banks)
         self._engine = RecordedEngine(self._recorded, info, self._ledger, banks)
-        self._gateway = Gateway(
+        # What the model says beside a session is in no record: it said nothing.
+        self._gateway = _ReplayGateway(
             self._engine,
+            policy=evidence.policy,
             default_max_tokens=spec.max_tokens,
             tool_syntax=spec.tool_syntax or "auto",
             # Not the method's own word: a plug-in may not be here.
@@ -284,7 +320,8 @@ class Replay:
                     continue
                 if recall is not None:
                     recall.begin(key)
-                attempt = play_session(setup, samples[key[0]], key[1])
+                # Lots are drawn by the name of a session, which has the attempt.
+                attempt = play_session(setup, samples[key[0]], key[1], record.attempts)
                 yield from self._compare(key, record, samples[key[0]], attempt)
             if recall is not None:
                 yield from recall.verdict()
@@ -297,7 +334,8 @@ class Replay:
             if self._task.needs_endpoint:
                 server = BackgroundServer(self._gateway, concurrency=1)
                 endpoint = stack.enter_context(server).url
-            yield TrialSetup(spec, self._task, self._engine, self._gateway, endpoint)
+            foretold = self._evidence.policy is not None and self._evidence.policy.foresees
+            yield TrialSetup(spec, self._task, self._engine, self._gateway, endpoint, foretold)
 
     def _compare(
         self, key: TrialKey, record: TrialRecord, sample: Sample, attempt: Attempt
@@ -351,6 +389,8 @@ class Replay:
             of_account = DERIVED if self._exact else _COUNTED
         if self._exact and "protect" in self._evidence.spec.params:
             of_account += _PROTECTION
+        if self._exact and self._evidence.policy is not None:
+            of_account += _DROPPED
         metrics = sorted(said.metrics.keys() | parts.keys())
         pairs = [
             *((name, getattr(said, name), getattr(derived, name)) for name in names),
@@ -401,7 +441,8 @@ class Replay:
     def _ledger(self) -> SessionLedger:
         if not self._exact:
             return SessionLedger(Full(), 0)
-        method, facts = self._evidence.spec.built_method, self._facts
+        policy, facts = self._evidence.policy, self._facts
+        method = self._evidence.spec.built_method if policy is None else policy.below()
         heads = facts.q_heads if method.per_query_head else facts.kv_heads
         spec = self._evidence.spec
         precision = spec.kv_dtype or spec.dtype
@@ -417,6 +458,8 @@ def account_is_known(evidence: RunEvidence) -> bool:
     # server, which may lose a session's rows, nor for a method that is not here.
     if evidence.spec.engine != "embedded":
         return False
+    if (policy := evidence.policy) is not None:
+        return not policy.asks
     try:
         return evidence.keeps_banks or not evidence.spec.built_method.spans
     except KVBenchError:

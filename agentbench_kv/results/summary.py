@@ -161,8 +161,15 @@ def _exceeded(spec: Mapping[str, Any], trials: Sequence[TrialRecord]) -> str | N
     return (
         f"{len(excess)} trials exceeded the {limit}; worst: sample {worst.sample_id} trial "
         f"{worst.trial} held {_held(worst)} tokens, {over} over the bound "
-        f"{sizes} + {worst.kv.longest_prefill} ({names} + longest prefill)"
+        f"{sizes} + {worst.kv.longest_prefill} ({names} + longest prefill){_told_anew(spec, worst)}"
     )
+
+
+def _told_anew(spec: Mapping[str, Any], record: TrialRecord) -> str:
+    """Say that a client changed its history, behind which a policy of messages begins anew."""
+    if _parameter(spec, "exec") is None or not record.session_resets:
+        return ""
+    return f"; its history was changed {record.session_resets} times, and nothing leaves of such"
 
 
 def _held(record: TrialRecord) -> int:
@@ -219,6 +226,15 @@ def _never_dropped(spec: Mapping[str, Any], trials: Sequence[TrialRecord]) -> st
     """Say that a method which drops messages above a length of its own met no such session."""
     if _parameter(spec, "exec") is None:
         return None
+    if (every := _parameter(spec, "fork_every")) is not None:
+        asked = sum(record.kv.auxiliary_calls for record in trials)
+        cure = "ask more often: --set fork_every=N"
+        if asked:
+            cure = "use a model that kvbench train sidequest has trained, or ask one more often"
+        return (
+            f"never triggered; the model was asked {asked} times (fork_every={every}) and"
+            f" named no result to drop; {cure}"
+        )
     longest = max(record.kv.logical for record in trials)
     return (
         f"never triggered; logical tokens at most {longest}, trigger {_parameter(spec, 'trigger')}:"

@@ -146,7 +146,7 @@ def run_one(
     task = load_task(spec.task).create(spec.task_params)
     try:
         samples = task.samples(spec.limit, spec.seed)
-        refuse_trained_on(spec.model, samples)
+        refuse_trained_on(spec.model, spec.task, samples)
         expected = len(samples) * spec.trials
         with RunStore(out).open(spec.id, spec.document(), environment(), expected) as run:
             done = run.finished_trials()

@@ -9,7 +9,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from agentbench_kv.engines.embedded.model import model_path
+from agentbench_kv.engines.embedded.model import (
+    check_dtype,
+    folder_sha,
+    model_path,
+    pick_device,
+)
 from agentbench_kv.errors import UsageError
 from agentbench_kv.phases.tokens import TokenCodec, load_tokenizer
 from agentbench_kv.results.files import json_bytes, write_atomic
@@ -17,6 +22,7 @@ from agentbench_kv.results.runs import run_folders
 from agentbench_kv.results.store import RunReader
 from agentbench_kv.run.recordings import AnswerSource, gold_source, run_source
 from agentbench_kv.run.traces import TraceCounts, trace_rows
+from agentbench_kv.run.trained import joined, trained_on
 from agentbench_kv.training.sidequest.annotation import Annotator, by_model, by_rule
 from agentbench_kv.training.sidequest.judge import judge
 from agentbench_kv.training.sidequest.rows import (
@@ -31,6 +37,7 @@ from agentbench_kv.training.sidequest.tune import StepReport, TuneOptions, Tuner
 
 ROWS, DATA_CARD = "data.jsonl", "data.json"
 _FULL = ("full", "full-constrained")
+_KEPT_LATER = ("model_sha", "tool_syntax")
 _MOST_JUDGED = 20  # sessions held out
 Report = Callable[[StepReport | str], None]
 
@@ -56,7 +63,10 @@ def train_sidequest(request: TrainingRequest, out: Path, report: Report) -> list
 
     UsageError or PrerequisiteError for a request that cannot be met.
     """
-    base = model_path(request.model)
+    base, options = model_path(request.model), request.options
+    check_dtype(options.dtype)
+    pick_device(options.device)
+    seen = trained_on(request.model)
     rows, card = _data(request, out, report)
     tuner = Tuner(base, rows, card["sha"], request.options, out)
     tuner.resume()
@@ -75,7 +85,7 @@ def train_sidequest(request: TrainingRequest, out: Path, report: Report) -> list
     with tuner.network.disable_adapter():
         before = judged()
     verdicts = {"base": before, "trained": judged()}
-    folder = save_model(tuner, base, out, card, verdicts)
+    folder = save_model(tuner, base, out, card, verdicts, joined(seen, tuner.samples))
     return [*_curve(out), *_verdict_lines(verdicts), str(folder)]
 
 
@@ -86,9 +96,12 @@ def _data(
     made_of = _made_of(request)
     path, card_path = out / ROWS, out / DATA_CARD
     if card_path.is_file():
-        card: dict[str, Any] = json.loads(card_path.read_text())
-        if card.get("made_of") != made_of:
-            raise UsageError(f"{out} holds rows of other runs or settings; choose another --out")
+        card = _read_card(card_path)
+        # Cards from before these were kept say nothing of the base's weights and the tool syntax.
+        if {**{name: made_of[name] for name in _KEPT_LATER}, **card["made_of"]} != made_of:
+            raise UsageError(
+                f"{out} holds rows of another model, other runs or settings; choose another --out"
+            )
         if rows_sha(path) != card["sha"]:
             raise UsageError(f"{path} is not what {DATA_CARD} says; remove both to make them anew")
         return read_rows(path), card
@@ -114,6 +127,16 @@ def _data(
     return rows, card
 
 
+def _read_card(path: Path) -> dict[str, Any]:
+    try:
+        card = json.loads(path.read_bytes())
+        if isinstance(card["made_of"], dict) and isinstance(card["sha"], str):
+            return dict(card)
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    raise UsageError(f"{path} is damaged; remove it and {ROWS} beside it to make the rows anew")
+
+
 def _check_messages(source: AnswerSource) -> None:
     if not source.task.sends_messages:
         raise UsageError(
@@ -132,6 +155,8 @@ def _made_of(request: TrainingRequest) -> dict[str, Any]:
         "annotator": request.annotator,
         "seed": request.options.seed,
         "model": request.model,
+        "model_sha": folder_sha(model_path(request.model)),
+        "tool_syntax": request.tool_syntax,
     }
     return asked
 

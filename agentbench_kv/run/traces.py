@@ -202,7 +202,7 @@ def _row(
         cursors = [use.cursor for use in asked.open]
         fork = (at, [*read[at:], *learnt], len(read) - at)
         forks.append(SideQuestFork(*fork, cursors, list(asked.expired), list(asked.told)))
-    return SideQuestRow(sample.id, ids, answered, engine.left, forks)
+    return SideQuestRow(sample.id, ids, answered, engine.left, forks, source.spec.task)
 
 
 def _common(ids: Sequence[int], others: Sequence[int]) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentbench_kv.engines.base import Capability, EngineOptions
+from agentbench_kv.engines.base import Capability, EngineOptions, KVStats
 from agentbench_kv.engines.embedded.engine import EmbeddedEngine
 from agentbench_kv.engines.text import TextEngine, TextReply, TextRequest, TextSampling
 from agentbench_kv.errors import ContextLimitError, KVBenchError, UsageError
 from agentbench_kv.gateway import Gateway, Options, open_gateway
-from agentbench_kv.gateway.dropping import expired_results, joined
+from agentbench_kv.gateway.dropping import as_text, expired_results, joined
 from agentbench_kv.gateway.executing import phase_runs
 from agentbench_kv.gateway.grammar import ToolChoice
 from agentbench_kv.gateway.placing import content_spans, token_spans
@@ -218,7 +218,9 @@ def test_a_summary_stands_for_what_it_is_about_and_is_paid_for() -> None:
         assert "result 0" not in shown
         assert "result 5" in shown
         stats = report.stats
-        assert 0 < stats.auxiliary_calls == stats.rewrites
+        # The micro model was not trained to say any: some questions it answers with nothing.
+        unmade = stats.figures.get("summaries_not_made", 0)
+        assert 0 < stats.rewrites == stats.auxiliary_calls - unmade
         assert stats.auxiliary_tokens > 8 * stats.auxiliary_calls
         assert stats.auxiliary_s > 0
         # They are apart from the session's own.
@@ -260,6 +262,10 @@ def test_an_engine_that_cannot_forget_reads_everything_again(
 # ---- over an endpoint ----
 
 
+def size_of(messages: Sequence[Any], tools: Any) -> int:
+    return (sum(len(as_text(each)) for each in messages) + len(json.dumps(tools or ""))) // 4
+
+
 class Endpoint(TextEngine):
     """Answers at once and counts a token for every four characters."""
 
@@ -270,11 +276,16 @@ class Endpoint(TextEngine):
 
         self.info = Info()  # type: ignore[assignment]
         self.asked: list[Sequence[Any]] = []
+        self.settings: list[TextSampling] = []
+        self.answer: Callable[[Any], TextReply] | None = None
 
-    def ask(self, messages: Any, tools: Any, sampling: TextSampling) -> TextRequest:  # noqa: ARG002
+    def ask(self, messages: Any, tools: Any, sampling: TextSampling) -> TextRequest:
         self.asked.append(messages)
-        size = len(json.dumps([messages, tools])) // 4
+        self.settings.append(sampling)
+        size = size_of(messages, tools)
         reply = TextReply(content="Seen.", prompt_tokens=size, output_tokens=2)
+        if self.answer is not None:
+            reply = self.answer(messages)
 
         class Done(TextRequest):
             def result(self) -> TextReply:
@@ -310,6 +321,26 @@ def test_an_endpoint_is_sent_what_is_left() -> None:
     assert sum(turn.evicted for turn in report.turns) == stats.evicted
 
 
+@pytest.mark.parametrize("tools", [1, 40])
+def test_tools_do_not_leave_an_endpoint(tools: int) -> None:
+    """What leaves is what was said, however much the endpoint counts for tools and template."""
+    engine = Endpoint()
+    offered = TOOLS * tools
+    method = make_method("clear-tools", 300 + size_of([], offered), {"keep": "1"})
+    gateway = open_gateway(engine, method)
+    messages: Messages = [{"role": "user", "content": "Look."}]
+    for number in range(6):
+        stats = gateway.chat("run|0|1|a", messages, offered).report.stats
+        messages += [{"role": "assistant", "content": "Seen."}, call(number), result(number)]
+    assert stats.events
+    whole = size_of(messages[:-3], offered)
+    assert 0.8 * whole < stats.logical < 1.2 * whole
+    gone = (whole - stats.live) / len(stats.events)
+    for event in stats.events:
+        assert 0.5 * gone < event.live_before - event.live_after < 2 * gone
+        assert event.logical >= event.live_before
+
+
 # ---- where messages stand ----
 
 
@@ -332,6 +363,19 @@ def test_contents_are_found_where_they_stand(contents: list[str], strips: bool) 
     assert all(have in (None, want) for have, want in zip(found, expected, strict=True))
     if not any(set("<>") & set(content) for content in contents):
         assert [have for have in found if have is not None] == expected or "" in expected
+
+
+def test_empty_contents_have_places_where_the_template_shows_them() -> None:
+    messages = [{"role": "user", "content": content} for content in ("a", "", "b")]
+
+    def plain(given: Sequence[Any]) -> str:
+        return "".join(f"<{each['content']}>" for each in given)
+
+    def leaving_out(given: Sequence[Any]) -> str:
+        return "".join(f"<{each['content']}>" for each in given if each["content"])
+
+    assert content_spans(plain, messages) == [(1, 2), (4, 4), (6, 7)]
+    assert content_spans(leaving_out, messages) == [(1, 2), None, (4, 5)]
 
 
 def test_a_template_that_rewrites_contents_shows_no_places() -> None:
@@ -427,3 +471,238 @@ def test_another_story_asked_aside_is_read_from_its_beginning(text: Gateway) -> 
     aside = text._aside(state, other, other, None, 4).result()
     assert aside.text == fresh.content.strip()
     assert aside.stats.logical == fresh.report.stats.logical
+
+
+def test_a_result_no_longer_than_what_would_stand_for_it_stays() -> None:
+    """Clearing a word makes the prompt longer, and is no event."""
+    found = []
+    for budget in (60, 100_000):
+        gateway = opened(make_method("clear-tools", budget, {"keep": "0"}))
+        try:
+            messages: Messages = [{"role": "user", "content": "Look."}]
+            for number in range(4):
+                gateway.force("run|0|1|a", messages, call(number), TOOLS)
+                messages += [call(number), {**result(number), "content": "1"}]
+            found.append(replace(gateway.stats("run|0|1|a"), budget=None))
+            assert not gateway.drops("run|0|1|a").dropped
+        finally:
+            gateway.engine.shutdown()
+    assert found[0] == found[1]
+
+
+# ---- shares and resets ----
+
+
+@pytest.mark.parametrize("execution", ["text", "span"])
+def test_a_share_is_one_of_all_that_was_said(execution: str) -> None:
+    """Not of what is left: that would shrink with every drop, and much more would leave."""
+    gateway = opened(make_method("clear-tools", "60%", {"keep": "0", "exec": execution}))
+    try:
+        messages = played(gateway, 10)
+        stats = gateway.chat("run|0|1|a", messages, TOOLS, Options(max_tokens=4)).report.stats
+        largest = 300  # a result, which leaves as a whole
+        assert stats.events
+        for event in stats.events:
+            assert event.live_after > 0.6 * event.logical - 2 * largest
+        assert 0.6 * stats.logical - largest < stats.live
+    finally:
+        gateway.engine.shutdown()
+
+
+def told(execution: str, rewrites: bool, after: int = 3) -> tuple[KVStats, int]:
+    """Play a client that writes the time into its system message; return account and resets."""
+    gateway = opened(make_method("clear-tools", 400, {"keep": "0", "exec": execution}))
+    try:
+        said: Messages = []
+        for number in range(9):
+            hour = max(0, number - after) if rewrites else 0
+            system = {"role": "system", "content": f"It is {hour} o'clock."}
+            messages = [system, {"role": "user", "content": "Look."}, *said]
+            gateway.force("run|0|1|a", messages, call(number), TOOLS)
+            said += [call(number), result(number)]
+        report = gateway.close_report("run|0|1|a")
+        return report.stats, report.resets
+    finally:
+        gateway.engine.shutdown()
+
+
+@pytest.mark.parametrize("execution", ["text", "span"])
+def test_a_client_that_tells_its_history_anew_sets_no_bound(execution: str) -> None:
+    (kept, none), (changed, resets) = told(execution, False), told(execution, True)
+    assert (none, resets) == (0, 5)
+    assert kept.peak_live <= 400 + 128 + kept.longest_prefill
+    assert changed.peak_live > 400 + 128 + changed.longest_prefill
+    assert changed.longest_prefill < 2 * kept.longest_prefill
+    assert changed.logical < 1.2 * kept.logical
+
+
+def test_short_stories_between_long_ones_set_no_bound(text: Gateway) -> None:
+    messages = played(text, 6)
+    longest = text.stats("run|0|1|a").longest_prefill
+    for number in range(3):
+        text.chat("run|0|1|a", [{"role": "user", "content": "Hi."}], TOOLS, Options(max_tokens=4))
+        messages[0]["content"] = f"Look {number}."
+        report = text.chat("run|0|1|a", messages, TOOLS, Options(max_tokens=4)).report
+    assert report.resets == 6
+    assert report.stats.longest_prefill <= longest + 4 * 300
+
+
+# ---- summaries that are not made, and messages that say nothing ----
+
+
+def summarising(said: TextReply | str) -> tuple[Endpoint, Messages]:
+    """Talk to an endpoint whose summaries are those; return it, and what it was sent last."""
+    engine = Endpoint()
+    gateway = open_gateway(engine, make_method("summarise", 100, {"keep_messages": "1"}))
+
+    def answer(messages: Any) -> TextReply:
+        asked = "Summarise the conversation" in str(messages[-1]["content"])
+        reply = said if asked and isinstance(said, TextReply) else TextReply(content="Seen.")
+        return replace(reply, prompt_tokens=size_of(messages, TOOLS), output_tokens=2)
+
+    engine.answer = answer
+    messages: Messages = []
+    for number in range(4):
+        messages.append({"role": "user", "content": f"Look {number}. " + "pad " * 60})
+        answered = gateway.chat("run|0|1|a", messages, TOOLS)
+        messages.append(answered.message)
+    return engine, list(engine.asked[-1])
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        TextReply(content="", reasoning="hmm " * 99, finish_reason="length"),
+        TextReply(content=" \n", finish_reason="stop"),
+        TextReply(content="The code is", finish_reason="context_limit"),
+        TextReply(content="The code is", finish_reason="cancelled"),
+        TextReply(content="", tool_calls=call(1)["tool_calls"], finish_reason="tool_calls"),
+    ],
+)
+def test_without_a_summary_nothing_leaves(said: TextReply) -> None:
+    engine, sent = summarising(said)
+    assert "Look 0." in sent[0]["content"]
+    assert len(sent) == 7
+    assert [s.tool_choice for s in engine.settings].count("none") == len(engine.asked) - 4
+
+
+def test_a_summary_is_asked_for_without_calls_and_stands() -> None:
+    _, sent = summarising(TextReply(content="The code is 7.", finish_reason="stop"))
+    assert "The code is 7." in sent[0]["content"]
+    assert len(sent) < 7
+
+
+def test_a_summary_without_room_for_it_drops_nothing() -> None:
+    method = make_method("summarise", None, {"trigger": "context", "keep_messages": "1"})
+    options = EngineOptions("micro", method.below(), device="cpu", context_limit=700)
+    gateway = open_gateway(EmbeddedEngine.create(options), method)
+    try:
+        messages: Messages = [{"role": "user", "content": "The code is tiger. " + "pad " * 40}]
+        for _ in range(20):
+            said = {"role": "assistant", "content": "ok " * 20}
+            report = gateway.force("run|0|1|a", messages, said).report
+            messages += [said, {"role": "user", "content": "next " + "pad " * 20}]
+            drops = gateway.drops("run|0|1|a")
+            if drops.figures or drops.summary:
+                break
+        assert drops.summary is None or drops.summary.text
+        assert drops.figures == {"summaries_not_made": 1}
+        assert not drops.dropped
+        assert report.stats.auxiliary_calls == 1
+    finally:
+        gateway.engine.shutdown()
+
+
+# ---- the same decisions under every execution ----
+
+
+def left_of(method: str, budget: int, execution: str, histories: Sequence[Any]) -> list[int]:
+    """Play a client's requests; return the messages that something was dropped of."""
+    gateway = opened(make_method(method, budget, {"exec": execution} | SETTINGS.get(method, {})))
+    try:
+        for messages, said in histories:
+            gateway.force("run|0|1|a", messages, said, TOOLS)
+        tokens = gateway.token_log("run|0|1|a")[0]
+        stats = gateway.stats("run|0|1|a")
+        assert stats.live <= len(tokens)
+        return sorted({drop.message for drop in gateway.drops("run|0|1|a").dropped})
+    finally:
+        gateway.engine.shutdown()
+
+
+SETTINGS = {"clear-tools": {"keep": "0"}}
+SAID = {"role": "assistant", "content": "ok"}
+
+
+def asked_twice_with_an_empty_result() -> list[Any]:
+    both = {**call(0), "tool_calls": [*call(0)["tool_calls"], *call(1)["tool_calls"]]}
+    messages = [{"role": "user", "content": "Look."}, both]
+    messages += [{**result(0), "content": ""}, result(1)]
+    histories = [(messages[:1], both), (list(messages), call(2))]
+    messages += [call(2), result(2)]
+    return [*histories, (list(messages), SAID)]
+
+
+def calls_of_the_client() -> list[Any]:
+    messages = [{"role": "user", "content": "Look."}, call(0), result(0), SAID]
+    messages += [{"role": "user", "content": "More."}]
+    histories: list[Any] = []
+    for number in (2, 3):
+        histories.append((list(messages), call(number)))
+        messages += [call(number), result(number)]
+    return [*histories, (list(messages), SAID)]
+
+
+def turns_with_empty_results() -> list[Any]:
+    messages: Messages = [{"role": "user", "content": "First."}]
+    histories: list[Any] = [(list(messages), SAID)]
+    messages.append(SAID)
+    for number in range(4):
+        messages.append({"role": "user", "content": f"q{number} " + "pad " * 15})
+        histories.append((list(messages), call(number)))
+        messages += [call(number), {**result(number), "content": "" if number == 1 else "done"}]
+        histories.append((list(messages), SAID))
+        messages.append(SAID)
+    messages.append({"role": "user", "content": "end"})
+    return [*histories, (list(messages), SAID)]
+
+
+def turns_that_the_client_tells() -> list[Any]:
+    messages: Messages = [{"role": "user", "content": "First."}, SAID]
+    for number in range(3):
+        messages += [{"role": "user", "content": f"q{number} " + "pad " * 15}, call(number)]
+        messages += [result(number, 20), SAID]
+    messages.append({"role": "user", "content": "Go on."})
+    histories = [(list(messages), SAID)]
+    messages += [SAID, {"role": "user", "content": "end"}]
+    return [*histories, (list(messages), SAID)]
+
+
+@pytest.mark.parametrize(
+    ("method", "budget", "story", "gone"),
+    [
+        ("clear-tools", 100, asked_twice_with_an_empty_result, [3]),
+        ("clear-tools", 100, calls_of_the_client, [2, 6]),
+        ("turn-window", 150, turns_with_empty_results, list(range(2, 14))),
+        ("turn-window", 150, turns_that_the_client_tells, list(range(2, 14))),
+    ],
+)
+def test_what_leaves_is_the_same_under_every_execution(
+    method: str, budget: int, story: Callable[[], list[Any]], gone: list[int]
+) -> None:
+    found = [left_of(method, budget, execution, story()) for execution in ("text", "span")]
+    assert found[0] == found[1]
+    assert set(found[0]) >= set(gone)
+
+
+def test_lots_are_drawn_by_the_runs_seed() -> None:
+    cleared = []
+    for seed in (0, 0, 1, 2, 3):
+        gateway = open_gateway(Endpoint(), make_method("random-tools", 700, {"keep": "1"}))
+        messages: Messages = [{"role": "user", "content": "Look."}]
+        for number in range(9):
+            gateway.chat("run|0|1|a", messages, TOOLS, Options(seed=seed))
+            messages += [{"role": "assistant", "content": "Seen."}, call(number), result(number)]
+        cleared.append(frozenset(gateway._find("run|0|1|a").drops.dropped))
+    assert cleared[0] == cleared[1] != frozenset()
+    assert len(set(cleared)) > 2

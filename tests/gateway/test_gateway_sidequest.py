@@ -19,6 +19,7 @@ from agentbench_kv.gateway import Gateway, Options
 from agentbench_kv.gateway.aside import Aside
 from agentbench_kv.gateway.cursors import named_cursors, places_of_cursors, with_cursors
 from agentbench_kv.gateway.session import Session
+from agentbench_kv.gateway.sidequest import expired
 from agentbench_kv.methods.dropping.policy import Drop, What
 from agentbench_kv.methods.dropping.sidequest import SideQuestPrompted
 from agentbench_kv.registry import make_method
@@ -187,6 +188,7 @@ def test_named_results_leave_with_calls_that_asked_for_nothing_else(told: Told) 
         ('{"del_cursors": ["0"]}', 1, 0),
         ('{"del_cursors": [0.5, true]}', 1, 0),
         ('{"del_cursors": [7, -1, 99999999999999999999]}', 0, 3),
+        ('{"del_cursors": [0, 99]}', 0, 1),
         ('{"del_cursors": []}', 0, 0),
         (KVBenchError("no room"), 1, 0),
     ],
@@ -212,8 +214,24 @@ def test_a_cursor_named_twice_leaves_once(told: Told) -> None:
     told.chat(NAME, messages, TOOLS, Options(max_tokens=4))
     drops = told.drops(NAME)
     assert drops is not None
-    assert drops.figures["unknown_cursors"] == 1
+    assert drops.figures["unknown_cursors"] == 0
     assert Drop(2, What.RESULT) in drops.dropped
+
+
+def test_nobody_is_asked_about_results_that_hold_nothing(told: Told) -> None:
+    told.answers = ['{"del_cursors": [0]}']
+    messages = played(told, (0,))
+    messages[-1]["content"] = ""
+    for _ in range(2):
+        messages.append({"role": "user", "content": "And?"})
+        messages.append(told.chat(NAME, messages, TOOLS, Options(max_tokens=2)).message)
+    assert told.asked == 0
+    drops = told.drops(NAME)
+    assert drops is not None
+    history = [{"role": "user", "content": "a"}, call(0), {**result(0), "content": ""}]
+    drops.seen = len(history)
+    assert expired(drops.method, drops, history, '{"del_cursors": [0]}') == frozenset()
+    assert drops.figures["unknown_cursors"] == 0
 
 
 def test_a_session_that_closes_ends_what_is_asked_beside_it() -> None:

@@ -127,6 +127,13 @@ def test_budget_clears_no_more_than_it_takes(over: int, gone: int) -> None:
     assert found == results_of(LOOKUPS, *range(gone))
 
 
+@pytest.mark.parametrize("uses", [1, 2, 3, 4])
+def test_fewer_uses_than_are_kept_all_stay(uses: int) -> None:
+    method = make_method("clear-tools", 100)
+    found = method.decide(history("su" + "cr" * uses, tokens=9000))
+    assert found == results_of("su" + "cr" * uses, *range(uses - 3))
+
+
 def test_what_the_model_has_not_read_stays() -> None:
     whole = history(LOOKUPS, tokens=9000)
     parts = [replace(p, fixed=n >= 6) for n, p in enumerate(whole.parts)]
@@ -146,6 +153,19 @@ def test_random_clears_as_many_and_by_lot() -> None:
     assert counts[7:] == [0, 0, 0]
     assert min(counts[:7]) > 60 * 3 / 7 / 3
     assert len(set(found)) > 20
+
+
+def test_random_clears_as_many_where_one_is_as_long_as_all_others() -> None:
+    sizes = [3000, *[100] * 9]
+    whole = history(LOOKUPS, tokens=5000)
+    results = iter(sizes)
+    parts = [replace(p, tokens=next(results)) if p.role is Role.TOOL else p for p in whole.parts]
+    whole = replace(whole, parts=parts)
+    for budget in (4900, 2500, 1950):
+        many = len(make_method("clear-tools", budget).decide(whole))
+        draws = [replace(whole, key=f"session {n}") for n in range(30)]
+        found = {len(make_method("random-tools", budget).decide(draw)) for draw in draws}
+        assert found == {many}
 
 
 @pytest.mark.parametrize(
@@ -170,6 +190,23 @@ def test_summarise_keeps_the_last_messages_and_whole_uses() -> None:
         make_method("summarise", 100, {"exec": "span"})
 
 
+@pytest.mark.parametrize("name", ["turn-window", "summarise"])
+def test_a_message_that_says_nothing_leaves_with_its_turn(name: str) -> None:
+    """Else the result of a call that has left would stay alone."""
+    script = "su" + "a" + "ucra" * 3 + "u"
+    whole = history(script, tokens=9000)
+    empty = [replace(p, tokens=0) if p.role is Role.TOOL else p for p in whole.parts]
+    decide = make_method(name, 500).decide
+    drops = decide(replace(whole, parts=empty))
+    assert drops == decide(whole)
+    assert {n for n, letter in enumerate(script) if letter == "r"} & {d.message for d in drops}
+    parts = [
+        replace(part, dropped=frozenset({MESSAGE})) if Drop(n, MESSAGE) in drops else part
+        for n, part in enumerate(empty)
+    ]
+    assert not decide(replace(whole, parts=parts)) & drops
+
+
 @given(seed=st.integers(0, 10**9), keep=st.integers(0, 8), budget=st.integers(1, 5000))
 def test_rules_that_always_hold(seed: int, keep: int, budget: int) -> None:
     whole = random_history(seed)
@@ -177,11 +214,15 @@ def test_rules_that_always_hold(seed: int, keep: int, budget: int) -> None:
         method = make_method(name, budget, {"keep": str(keep)})
         drops = method.decide(whole)
         uses = [n for n, part in enumerate(whole.parts) if part.role is Role.TOOL]
-        kept = set(uses[len(uses) - keep :]) if keep else set()
+        kept = set(uses[max(0, len(uses) - keep) :])
         assert not kept & {drop.message for drop in drops}
         assert all(whole.parts[drop.message].left(drop.what) for drop in drops)
         enough = whole.tokens - budget
-        if drops:
+        if name == "random-tools":
+            assert len(drops) == len(
+                make_method("clear-tools", budget, {"keep": str(keep)}).decide(whole)
+            )
+        elif drops:
             # No drop too many: without the largest it would not have been enough.
             sizes = [whole.parts[drop.message].left(drop.what) for drop in drops]
             assert saved(whole, drops) - max(sizes) < enough

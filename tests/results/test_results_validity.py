@@ -143,6 +143,23 @@ def test_what_is_asked_beside_a_session_is_no_part_of_its_bound(dropping, make_t
     assert assess(dropping, [record], expected=1).state == state
 
 
+@pytest.mark.parametrize(("asked", "cure"), [(0, "--set fork_every=N"), (3, "train sidequest")])
+def test_where_the_model_decides_no_trigger_is_advised(spec, make_trial, asked, cure):
+    given = spec | {"method": "sidequest-prompted", "budget": None}
+    given["params"] = {"exec": "span", "fork_every": 4, "fork_tokens": 256}
+    record = make_trial(kv={"peak_live": 900, "logical": 900, "auxiliary_calls": asked})
+    (reason,) = assess(given, [record], expected=1).reasons
+    assert f"asked {asked} times (fork_every=4)" in reason
+    assert cure in reason
+    assert "trigger=" not in reason
+
+
+def test_a_history_that_was_changed_is_given_as_the_reason(dropping, compressed):
+    record = compressed(peak=TRIGGER + PREFILL + 1, logical=2000, session_resets=4)
+    (reason,) = assess(dropping, [record], expected=1).reasons
+    assert "its history was changed 4 times" in reason
+
+
 def test_with_a_budget_the_bound_is_that_of_any_method(dropping, compressed):
     assert budget_bounds(dropping | {"budget": BUDGET}, [compressed()]) == [BOUND]
 

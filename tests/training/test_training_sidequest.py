@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -20,11 +21,20 @@ from agentbench_kv.adapters.micro.episode import TRIGGER as MICRO_TRIGGER
 from agentbench_kv.adapters.micro.generate import PROFILES, generate
 from agentbench_kv.adapters.probe.session import ChatSession, ToolUse
 from agentbench_kv.engines.embedded.model import model_path
-from agentbench_kv.errors import UsageError
+from agentbench_kv.errors import PrerequisiteError, UsageError
 from agentbench_kv.gateway.cursors import named_cursors
 from agentbench_kv.methods.dropping.sidequest import TRIGGER
 from agentbench_kv.phases.tokens import TokenCodec, load_tokenizer
+from agentbench_kv.run import sidequest_training
 from agentbench_kv.run.recordings import gold_source
+from agentbench_kv.run.sidequest_training import (
+    DATA_CARD,
+    ROWS,
+    TrainingRequest,
+    _data,
+    _made_of,
+    train_sidequest,
+)
 from agentbench_kv.run.traces import TraceCounts, trace_rows
 from agentbench_kv.training.micro.conversation import reasoned_reply
 from agentbench_kv.training.sidequest.annotation import ExpiryQuestion, by_rule
@@ -43,9 +53,11 @@ from agentbench_kv.training.sidequest.rows import (
     count_rows,
     held_out,
     read_rows,
+    rows_sha,
     write_rows,
 )
-from agentbench_kv.training.sidequest.tune import LOG, TuneOptions, Tuner, logits_at
+from agentbench_kv.training.sidequest.save import losses
+from agentbench_kv.training.sidequest.tune import CHECKPOINT, LOG, TuneOptions, Tuner, logits_at
 
 pytest.importorskip("peft", reason='peft is not installed: pip install "agentbench-kv[train]"')
 
@@ -375,6 +387,72 @@ def test_it_goes_on_bit_for_bit(rows: list[SideQuestRow], tmp_path: Path) -> Non
     other = tuner(usable, tmp_path / "cut", replace(SMALL, lr=1e-3))
     with pytest.raises(UsageError, match="other data or options"):
         other.resume()
+    checkpoint = tmp_path / "cut" / CHECKPOINT
+    checkpoint.write_bytes(checkpoint.read_bytes()[:5000])
+    with pytest.raises(UsageError, match=r"checkpoint\.pt is damaged; remove it"):
+        again.resume()
+
+
+def test_a_torn_line_of_the_log_is_passed_over(rows: list[SideQuestRow], tmp_path: Path) -> None:
+    usable = trained_on(rows)
+    made = tuner(usable, tmp_path)
+    made.run(lambda _: None, 1)
+    with (tmp_path / LOG).open("a") as log:
+        log.write('{"step": 2, "ste')
+    made.run(lambda _: None, 2)
+    assert [report["step"] for report in losses(tmp_path)] == [1, 2]
+
+
+def request_of(folder: Path, **changes: Any) -> TrainingRequest:
+    return replace(TrainingRequest(str(folder), gold=TASK, limit=1), **changes)
+
+
+def test_rows_are_of_one_model_and_one_syntax(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, out = tmp_path / "base", tmp_path / "out"
+    shutil.copytree(MICRO, base)
+    monkeypatch.setattr(sidequest_training, "trace_rows", lambda *_: iter(()))
+    asked = request_of(base)
+    out.mkdir()
+    write_rows(out / ROWS, [])
+    card = {"made_of": _made_of(asked), "sha": rows_sha(out / ROWS)}
+
+    def kept(asked: TrainingRequest, **card: Any) -> list[SideQuestRow]:
+        (out / DATA_CARD).write_text(json.dumps(card))
+        return _data(asked, out, lambda _: None)[0]
+
+    assert kept(asked, **card) == []
+    with pytest.raises(UsageError, match="holds rows of another model"):
+        kept(replace(asked, tool_syntax="json"), **card)
+    with (base / "config.json").open("a") as config:
+        config.write("\n")
+    with pytest.raises(UsageError, match="holds rows of another model"):
+        kept(asked, **card)
+    # A folder from before these were kept is gone on from.
+    old = {n: v for n, v in card["made_of"].items() if n not in ("model_sha", "tool_syntax")}
+    assert kept(asked, made_of=old, sha=card["sha"]) == []
+    (out / DATA_CARD).write_text(json.dumps(card)[:-30])
+    with pytest.raises(UsageError, match=r"data\.json is damaged; remove it"):
+        _data(asked, out, lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"dtype": "foo"}, "dtype 'foo'"),
+        ({"device": "foo"}, "device 'foo' is none"),
+        ({"device": "cuda"}, "torch sees no GPU"),
+    ],
+)
+def test_what_no_machine_has_is_refused_first(
+    settings: dict[str, str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    asked = request_of(MICRO, options=TuneOptions(**settings))
+    with pytest.raises((UsageError, PrerequisiteError), match=said):
+        train_sidequest(asked, tmp_path / "out", lambda _: None)
+    assert not (tmp_path / "out").exists()
 
 
 def test_answers_are_learnt_and_the_task_is_not_forgotten(
@@ -429,7 +507,8 @@ def test_sessions_held_out_are_not_trained_on(tmp_path: Path, rows: list[SideQue
     out = [name for name in names if held_out(name)]
     assert 15 < len(out) < 75
     made = tuner([*trained_on(rows), structs.replace(rows[0], sample=out[0])], tmp_path)
-    assert made.samples == sorted({row.sample for row in trained_on(rows)})
+    assert made.samples == {rows[0].task: sorted({row.sample for row in trained_on(rows)})}
+    assert rows[0].task == "micro/recall-1k"
     with pytest.raises(UsageError, match="no session to train on"):
         tuner([structs.replace(row, sample=out[0]) for row in rows], tmp_path)
 

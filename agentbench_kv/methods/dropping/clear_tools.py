@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -48,11 +48,11 @@ class ClearTools(DropMethod):
             return frozenset()
         chosen = set(self._old_thoughts(history))
         too_many = history.tokens - self.limit(history)
-        for use in self._order(self._old_uses(history), history):
+        for use in self._old_uses(history):
             if self.until == "enough" and saved(history, chosen) >= self._least(too_many):
                 break
             chosen |= self._cleared(history, use)
-        drops = {drop for drop in chosen if history.parts[drop.message].left(drop.what)}
+        drops = {drop for drop in chosen if history.parts[drop.message].may_go(drop.what)}
         return frozenset(drops) if saved(history, drops) >= max(1, self.clear_at_least) else NONE
 
     def _least(self, too_many: int) -> int:
@@ -66,10 +66,7 @@ class ClearTools(DropMethod):
             for number, part in enumerate(history.parts)
             if part.role is Role.TOOL and excluded.isdisjoint(part.tools)
         ]
-        return uses[: len(uses) - self.keep] if self.keep else uses
-
-    def _order(self, uses: list[int], history: History) -> Sequence[int]:  # noqa: ARG002
-        return uses
+        return uses[: max(0, len(uses) - self.keep)]
 
     def _old_thoughts(self, history: History) -> list[Drop]:
         answers = [n for n, part in enumerate(history.parts) if part.role is Role.ASSISTANT]
@@ -98,15 +95,25 @@ def _calls(history: History, number: int) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class RandomTools(ClearTools):
-    """The control of `clear-tools`: as many results leave, but any of the old ones."""
+    """The control of `clear-tools`: as many results leave, but any of the old ones.
+
+    They may be shorter, so that the session stays above its trigger.
+    """
 
     name: ClassVar[str] = "random-tools"
     summary: ClassVar[str] = "random old tool results leave (a control)"
     source: ClassVar[str] = "baseline"
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"budget": {}}
 
-    def _order(self, uses: list[int], history: History) -> Sequence[int]:
+    def decide(self, history: History) -> frozenset[Drop]:
+        cleared = super().decide(history)
+        results = sum(drop.what is What.RESULT for drop in cleared)
+        old = [use for use in self._old_uses(history) if history.parts[use].may_go(What.RESULT)]
+
         def lot(use: int) -> bytes:
             return hashlib.sha256(f"{history.key}/{use}".encode()).digest()
 
-        return sorted(uses, key=lot)
+        drawn = {drop for drop in cleared if drop.what is What.THOUGHTS}
+        for use in sorted(old, key=lot)[:results]:
+            drawn |= self._cleared(history, use)
+        return frozenset(drop for drop in drawn if history.parts[drop.message].may_go(drop.what))

@@ -64,7 +64,20 @@ class Part:
     tools: tuple[str, ...] = ()  # tools it calls, or the one whose result it is
     dropped: frozenset[What] = frozenset()
     fixed: bool = False  # nothing of it can be dropped: the model has not read it yet
+    placeholder: int = 0  # tokens that would stand for its result: a shorter one stays
     expired: bool = False  # nothing to come refers to this result; told to policies that foresee
+
+    @property
+    def clearable(self) -> bool:
+        """Whether it is a result worth dropping, read or not."""
+        gone = not self.dropped.isdisjoint({What.RESULT, What.MESSAGE})
+        return self.role is Role.TOOL and self.tokens > self.placeholder and not gone
+
+    def may_go(self, what: What) -> bool:
+        """Return whether dropping this part changes anything: a whole message may be empty."""
+        if what is What.MESSAGE:
+            return not self.fixed and What.MESSAGE not in self.dropped
+        return self.left(what) > 0
 
     def left(self, what: What) -> int:
         """Return the tokens that dropping this part would save."""
@@ -72,7 +85,7 @@ class Part:
             return 0
         sizes = {
             What.MESSAGE: self.tokens + self.thoughts,
-            What.RESULT: self.tokens if self.role is Role.TOOL else 0,
+            What.RESULT: self.tokens if self.clearable else 0,
             What.INPUTS: self.inputs,
             What.THOUGHTS: self.thoughts,
         }
@@ -86,6 +99,7 @@ class History:
     parts: Sequence[Part]  # of the client's whole history, in order
     tokens: int  # that the cache would hold with this request read
     context: int  # the model's
+    logical: int = 0  # that it would hold with nothing dropped; 0: as many
     key: str = ""  # names the request: equal for equal sessions, for decisions drawn by lot
 
 
@@ -94,6 +108,7 @@ class DropMethod(Method):
     """Base of methods that drop messages. Subclasses are frozen keyword-only dataclasses."""
 
     messages: ClassVar[bool] = True
+    asks: ClassVar[bool] = False  # the model, what leaves or what takes its place
     spans: ClassVar[bool] = True
 
     # Fields of the base that mean nothing here: no `param`, so `--set` does not take them.
@@ -143,7 +158,7 @@ class DropMethod(Method):
     def limit(self, history: History) -> int:
         """Return the tokens above which something is dropped."""
         if self.trigger == "budget":
-            return self.budget_at(history.tokens)
+            return self.budget_at(history.logical or history.tokens)
         if self.trigger == "context":
             return int(CONTEXT_SHARE * history.context)
         return int(self.trigger)

@@ -27,6 +27,7 @@ class SideQuestPrompted(DropMethod):
     summary: ClassVar[str] = "the model says in a fork which tool results it needs no more"
     source: ClassVar[str] = "SideQuest, section 3, with a model that was not trained for it"
 
+    asks: ClassVar[bool] = True
     trained: ClassVar[bool] = False  # whether the model knows what the trigger asks for
 
     trigger: str = "turns"  # no `param`: there is no limit on tokens

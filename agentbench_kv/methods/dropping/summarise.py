@@ -20,6 +20,7 @@ class Summarise(DropMethod):
     name: ClassVar[str] = "summarise"
     summary: ClassVar[str] = "the model's own summary takes the place of all but the last messages"
     source: ClassVar[str] = "practice"
+    asks: ClassVar[bool] = True
 
     keep_messages: int = param(4, "last messages that stay as they are", low=1)
     summary_tokens: int = param(512, "most tokens of a summary", low=1)
@@ -37,6 +38,6 @@ class Summarise(DropMethod):
         while cut and parts[cut].role is Role.TOOL:
             cut -= 1
         old = [n for n in range(cut) if parts[n].role is not Role.SYSTEM]
-        left = [n for n in old if parts[n].left(What.MESSAGE)]
+        left = [n for n in old if parts[n].may_go(What.MESSAGE)]
         # One message alone is no shorter as a summary.
         return frozenset(Drop(n, What.MESSAGE) for n in left) if len(left) > 1 else frozenset()

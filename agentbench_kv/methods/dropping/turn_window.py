@@ -31,4 +31,4 @@ class TurnWindow(DropMethod):
                 break
             if not any(history.parts[n].fixed for n in range(begin, end)):
                 drops |= {Drop(n, What.MESSAGE) for n in range(begin, end)}
-        return frozenset(d for d in drops if history.parts[d.message].left(d.what))
+        return frozenset(d for d in drops if history.parts[d.message].may_go(d.what))

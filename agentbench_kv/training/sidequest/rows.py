@@ -33,6 +33,7 @@ class SideQuestRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     answered: list[bool]  # which of the ids the model wrote
     left: list[tuple[int, int, int]]  # begin and end of what left, and how long the session was
     forks: list[SideQuestFork]
+    task: str = ""  # that the sample is of; empty in rows from before it was kept
 
     @property
     def held_out(self) -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -29,9 +30,17 @@ Before training: {before}.
 
 
 def save_model(
-    tuner: Tuner, base: Path, out: Path, data: Mapping[str, Any], verdicts: Mapping[str, Any]
+    tuner: Tuner,
+    base: Path,
+    out: Path,
+    data: Mapping[str, Any],
+    verdicts: Mapping[str, Any],
+    trained_on: Mapping[str, Sequence[str]],
 ) -> Path:
-    """Write the adapter and the merged model with its cards; return the merged model's folder."""
+    """Write the adapter and the merged model with its cards; return the merged model's folder.
+
+    `trained_on` are all samples that the model has seen, by task, its base's included.
+    """
     adapter, merged = out / "adapter", out / "model"
     tuner.network.save_pretrained(adapter)
     network = tuner.network.merge_and_unload()
@@ -46,7 +55,8 @@ def save_model(
         "steps": tuner.step,
         "data": dict(data),
         "held_out": dict(verdicts),
-        "samples": tuner.samples,
+        "trained_on": dict(trained_on),
+        "samples": sorted({sample for found in trained_on.values() for sample in found}),
     }
     for folder in (adapter, merged):
         write_atomic(folder / TRAINED, json_bytes(mark, indent=1))
@@ -62,7 +72,11 @@ def verdict_document(found: CursorVerdict) -> dict[str, Any]:
 def losses(out: Path) -> list[dict[str, Any]]:
     """Return the steps that were logged, one report each, a repeated step once."""
     lines = (out / LOG).read_text().splitlines() if (out / LOG).is_file() else []
-    by_step = {report["step"]: report for report in map(json.loads, lines)}
+    by_step: dict[int, dict[str, Any]] = {}
+    for line in lines:
+        with suppress(ValueError):  # a line that was torn; its step was taken again
+            report = json.loads(line)
+            by_step[report["step"]] = report
     return [by_step[step] for step in sorted(by_step)]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
 import random
 import resource
 import time
@@ -85,9 +86,12 @@ class Tuner:
         self.step = 0
 
     @property
-    def samples(self) -> list[str]:
-        """Sessions that it trains on."""
-        return sorted({row.sample for row in self._rows})
+    def samples(self) -> dict[str, list[str]]:
+        """Sessions that it trains on, by their task."""
+        found: dict[str, set[str]] = {}
+        for row in self._rows:
+            found.setdefault(row.task, set()).add(row.sample)
+        return {task: sorted(samples) for task, samples in sorted(found.items())}
 
     def resume(self) -> None:
         """Go on from the checkpoint, if there is one; UsageError for one of another training."""
@@ -95,7 +99,13 @@ class Tuner:
             return
         from peft import set_peft_model_state_dict
 
-        saved = torch.load(self._checkpoint, map_location="cpu", weights_only=True)
+        try:
+            saved = torch.load(self._checkpoint, map_location="cpu", weights_only=True)
+        except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError):
+            raise UsageError(
+                f"{self._checkpoint} is damaged; remove it, and the training begins anew with the "
+                "same data"
+            ) from None
         if saved["identity"] != self._identity:
             raise UsageError(
                 f"{self._checkpoint} is of a training with other data or options; choose another "
@@ -109,6 +119,7 @@ class Tuner:
         """Train to the end, or to `most_steps` in all."""
         last = self.steps if most_steps is None else min(self.steps, most_steps)
         saved_at = time.monotonic()
+        _end_last_line(self._log)
         self.network.train()
         try:
             for batch in self._batches(self.step, last):
@@ -195,6 +206,13 @@ class Tuner:
             part,
         )
         part.replace(self._checkpoint)
+
+
+def _end_last_line(path: Path) -> None:
+    """Have what is appended to a file begin a line, where its last one is torn."""
+    if path.is_file() and (text := path.read_bytes()) and not text.endswith(b"\n"):
+        with path.open("ab") as file:
+            file.write(b"\n")
 
 
 def logits_at(network: Any, layout: Layout, places: Sequence[int]) -> Tensor:
