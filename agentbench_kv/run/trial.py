@@ -29,6 +29,7 @@ from agentbench_kv.errors import (
     ContextLimitError,
     EngineGoneError,
     KVBenchError,
+    MemoryLostError,
     PrerequisiteError,
     SessionFailedError,
     UsageError,
@@ -174,13 +175,18 @@ def _outcome(task: Task, sample: Sample, context: TrialContext) -> Outcome:
     except WorkerError as error:  # of a memory's package
         return Outcome(error.status, error=str(error))
     except KVBenchError as error:
-        return _engine_error(error)
+        return _failed(error)
     except (Exception, SystemExit):  # noqa: BLE001  one broken trial must not end the run
         return Outcome(TrialStatus.INFRA_ERROR, error=traceback.format_exc(limit=20))
 
 
-def _engine_error(error: KVBenchError) -> Outcome:
-    """Return what an engine's failure comes to, with the way to it where code of others failed."""
+def _failed(error: KVBenchError) -> Outcome:
+    """Return what an engine's failure comes to, with the way to it where code of others failed.
+
+    A memory that went with its backend is told again in another attempt.
+    """
+    if isinstance(error, MemoryLostError):
+        return Outcome(TrialStatus.INFRA_ERROR, error=str(error))
     cause = error.__cause__ if isinstance(error, SessionFailedError) else None
     where = "".join(traceback.format_exception(cause, limit=20)) if cause else ""
     return Outcome(TrialStatus.ENGINE_ERROR, error=f"{error}\n{where}".strip())
@@ -214,7 +220,7 @@ def _close(client: InProcessClient) -> tuple[SessionReport, Outcome | None]:
         problem = KVBenchError(f"the engine did not let go of session {client.session}")
     except KVBenchError as error:  # no account, no trial
         problem = error
-    return client.report, _engine_error(problem)
+    return client.report, _failed(problem)
 
 
 class Deadline:
