@@ -289,6 +289,10 @@ class Task(ABC):
         """
         return {}
 
+    def nothing_recalled(self, sample: Sample) -> Mapping[str, Metric]:  # noqa: ARG002
+        """Return the same of what a memory brings back, for failed trials of runs with one."""
+        return {}
+
     def provenance(self) -> dict[str, Any]:
         """Return data hashes and versions for the run record."""
         return {}

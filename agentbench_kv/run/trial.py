@@ -136,9 +136,8 @@ def play_session(setup: TrialSetup, sample: Sample, trial: int, attempt: int = 1
     report, problem = _close(client)
     del setup.deadlines[session]
     outcome = problem or _judged(outcome, deadline, report)
-    if outcome.status is not TrialStatus.SCORED and not outcome.metrics:
-        # A failed trial has its parts of the score too.
-        outcome = replace(outcome, metrics=dict(setup.task.nothing_right(sample)))
+    if outcome.status is not TrialStatus.SCORED:
+        outcome = replace(outcome, metrics=_failed_parts(setup, sample, outcome.metrics))
     spent = tuple(client.answers) if setup.task.remembers else ()
     return Attempt(context, outcome, report, seconds, spent)
 
@@ -192,6 +191,15 @@ def _failed(error: KVBenchError) -> Outcome:
     return Outcome(TrialStatus.ENGINE_ERROR, error=f"{error}\n{where}".strip())
 
 
+def _failed_parts(
+    setup: TrialSetup, sample: Sample, known: Mapping[str, Metric]
+) -> dict[str, Metric]:
+    """Return a failed trial's metrics: it has its parts of the score too."""
+    remembers = setup.gateway.memories is not None
+    recalled = setup.task.nothing_recalled(sample) if remembers else {}
+    return {**recalled, **(known or setup.task.nothing_right(sample))}
+
+
 def _judged(outcome: Outcome, deadline: Deadline, report: SessionReport) -> Outcome:
     """Name the cause where the task saw only a consequence.
 
@@ -199,7 +207,9 @@ def _judged(outcome: Outcome, deadline: Deadline, report: SessionReport) -> Outc
     at the model's last position knows only that a request failed.
     """
     if deadline.passed:
-        return Outcome(TrialStatus.TIMEOUT, transcript=outcome.transcript, error=deadline.message)
+        late = replace(outcome, status=TrialStatus.TIMEOUT, score=None, error=deadline.message)
+        unseen = outcome.status is TrialStatus.SCORED  # its figures have the cut-off answer
+        return replace(late, metrics={}, facts=()) if unseen else late
     if outcome.status in LOST and report.at_context_limit:
         return replace(outcome, status=TrialStatus.CONTEXT_LIMIT)
     if outcome.status in LOST and report.endpoint_failed:

@@ -90,6 +90,13 @@ class MicroMemory(RecallTask):
         environment.abandon()
         return score(environment).metrics
 
+    def nothing_recalled(self, sample: Sample) -> Mapping[str, Metric]:
+        if self.context == "none":
+            return {}
+        episode = self._episode(sample)
+        needed = sum(len(evidence_of(episode, call)) for call in asked(episode).calls)
+        return {"evidence_recall_right": 0, "evidence_recall_asked": needed}
+
     def script(self, sample: Sample, agent: ScriptedAgent) -> list[str]:
         return scripted(asked(self._episode(sample)), agent)
 

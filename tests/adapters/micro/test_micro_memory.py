@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from agentbench_kv.adapters.micro.episode import Episode
 from agentbench_kv.adapters.micro.generate import PROFILES, generate, held_out_seed
 from agentbench_kv.adapters.micro.memory import MicroMemory, asked, evidence_of, past_sessions
 from agentbench_kv.errors import UsageError
-from agentbench_kv.results.records import TrialRecord
+from agentbench_kv.results.records import TrialRecord, TrialStatus
 from agentbench_kv.results.store import RunReader
 from agentbench_kv.results.summary import summarize
 from agentbench_kv.run.runner import run_one
@@ -112,6 +113,26 @@ def test_a_failed_trial_counts_what_it_was_asked() -> None:
     assert parts["messages_right"] == 0
     assert parts["tool_asked"] == 2
     assert parts["tool_right"] == 0
+
+
+def test_a_failed_trial_is_asked_for_its_evidence(tmp_path: Path) -> None:
+    """Whose past fits, and its question does not: it has no answer, and all that it was told."""
+    one = RunSpec("embedded", "micro", "memart", None, "micro/memory", limit=1, context_limit=500)
+    spec = resolve(one, {"topk": "24"})
+    run_one(spec, tmp_path, lambda *_: None)
+    (record,) = RunReader(tmp_path / spec.id).trials()
+    assert record.status is TrialStatus.CONTEXT_LIMIT
+    assert record.metrics["ingest_calls"] > 10
+    drawn = episode(int(record.sample_id.rpartition("-")[2]))
+    needed = sum(len(evidence_of(drawn, call)) for call in asked(drawn).calls)
+    said = record.metrics["evidence_recall_right"], record.metrics["evidence_recall_asked"]
+    assert said == (0, needed)
+    # Without a memory nobody asks for it.
+    spec = resolve(replace(one, method="full", context_limit=500), {})
+    run_one(spec, tmp_path, lambda *_: None)
+    (record,) = RunReader(tmp_path / spec.id).trials()
+    assert record.status is TrialStatus.CONTEXT_LIMIT
+    assert "evidence_recall_asked" not in record.metrics
 
 
 def test_what_answers_took_is_on_record(tmp_path: Path) -> None:
