@@ -33,7 +33,7 @@ class Recalled:
     messages: Mapping[int, float] | None = None
     # The same for each layer, where each brings back its own.
     layers: Mapping[int, Sequence[float]] | None = None
-    seconds: float = 0.0  # that finding them took, before the request was read
+    seconds: float = 0.0  # that finding them took before this answer; 0 if they were there
 
 
 @dataclass(frozen=True)
