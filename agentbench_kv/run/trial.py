@@ -342,7 +342,7 @@ def trial_record(sample: Sample, attempt: Attempt, transcript: str, number: int)
     scored = outcome.status is TrialStatus.SCORED
     # The checker's figures, and what the trial was billed if it was.
     billed = {} if report.cost is None else {"cost": report.cost}
-    spent = ledger(outcome.reading, report.turns, timed=scored)
+    spent = ledger(outcome.reading, attempt.answers or report.turns, timed=scored)
     spent |= answers(attempt.answers, timed=scored)
     unread = [turn.unread_syntax for turn in report.turns if turn.unread_syntax]
     missed: dict[str, Metric] = {}
