@@ -380,3 +380,22 @@ def test_a_memory_on_an_engine_without_banks_is_no_run(packed: Packed) -> None:
     made.cover(rename=True)
     findings = [str(each) for each in validate(made.folder).findings]
     assert any("cannot run method 'memart'" in each for each in findings)
+
+
+def test_a_trial_that_failed_for_room_is_played_again(
+    tmp_path: Path, forger_of: Callable[..., Any]
+) -> None:
+    """Also one that was recorded before failed trials were asked for their evidence."""
+    run = play(tmp_path / "runs", {"topk": "24"}, limit=1, context_limit=500)
+    made = forger_of(run, tmp_path / "submission")
+    (row,) = made.lines("samples.jsonl")
+    assert (row["status"], row["metrics"]["evidence_recall_right"]) == ("context_limit", 0)
+    assert not validate(made.folder).findings
+
+    def older(row: dict[str, Any]) -> None:
+        for part in ("right", "asked"):
+            del row["metrics"][f"evidence_recall_{part}"]
+
+    made.trials(older)
+    made.cover()
+    assert not validate(made.folder).findings
