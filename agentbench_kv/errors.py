@@ -38,6 +38,10 @@ class SessionFailedError(KVBenchError):
     """An engine's session ended by an error of its own, the cause; its neighbours go on."""
 
 
+class MemoryLostError(KVBenchError):
+    """A memory went with the backend that had it: whoever told it the past may tell it again."""
+
+
 class ContextLimitError(KVBenchError):
     """A session would pass the model's last position."""
 

@@ -62,7 +62,7 @@ class ParamSpec:
         if isinstance(value, bool) or (isinstance(value, float) and parsed != value):
             raise self._wrong(value)
         if isinstance(parsed, int | float) and not abs(parsed) <= _LARGEST:
-            raise self._wrong(value)
+            raise replace(self, high=_LARGEST if self.high is None else self.high)._wrong(value)
         outside = (self.low is not None and parsed < self.low) or (
             self.high is not None and parsed > self.high
         )

@@ -35,7 +35,8 @@ ALLOWED = {
     "gateway": {"adapters", "engines", "methods", "phases"},
     "kernels": set(),
     "leaderboard": {
-        "adapters", "budget", "engines", "gateway", "methods", "registry", "results", "run",
+        "adapters", "budget", "engines", "gateway", "methods", "phases", "registry", "results",
+        "run",
     },
     "memories": {"adapters", "environments", "gateway", "methods"},
     "methods": {"budget", "encoders", "kernels", "params"},

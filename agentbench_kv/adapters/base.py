@@ -33,7 +33,7 @@ class Recalled:
     messages: Mapping[int, float] | None = None
     # The same for each layer, where each brings back its own.
     layers: Mapping[int, Sequence[float]] | None = None
-    seconds: float = 0.0  # that finding them took, before the request was read
+    seconds: float = 0.0  # that finding them took before this answer; 0 if they were there
 
 
 @dataclass(frozen=True)
@@ -287,6 +287,10 @@ class Task(ABC):
         As it counts 0 in the score, it does in the parts of the score. Empty if there are none, or
         if what is asked depends on the agent.
         """
+        return {}
+
+    def nothing_recalled(self, sample: Sample) -> Mapping[str, Metric]:  # noqa: ARG002
+        """Return the same of what a memory brings back, for failed trials of runs with one."""
         return {}
 
     def provenance(self) -> dict[str, Any]:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @click.command()
 @opt.option("--method", default="agentkv")
-@opt.option("--budget", "As kvbench run takes it.", required=True)
+@opt.option("--budget", "As kvbench run takes it.")
 @opt.option("--task", "Slice.", default="micro/recall-5k")
 @opt.option("--seed", default=0)
 @opt.many(

@@ -10,13 +10,14 @@ import gzip
 import hashlib
 import json
 import logging
+import math
 import tarfile
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO, NamedTuple, Protocol, cast
+from typing import IO, Any, NamedTuple, Protocol, cast
 
 from agentbench_kv.adapters.base import PastSession
 from agentbench_kv.errors import PrerequisiteError, UsageError
@@ -24,6 +25,7 @@ from agentbench_kv.gateway.memory import Remembered
 
 _FORMAT = "kvbench checkpoint 1"
 _CHUNK = 1 << 20
+_SHOWN = 40  # characters of a wrong value
 _DAMAGED = (
     EOFError, gzip.BadGzipFile, zlib.error, tarfile.TarError,
     ValueError, KeyError, TypeError, AttributeError,
@@ -142,7 +144,16 @@ class Checkpoints:
         for name in sorted(old.keys() | new.keys()):
             if old.get(name) != new.get(name):
                 raise ValueError(f"{name} is {old.get(name)} there and {new.get(name)} here")
-        return [TakenIn(sha256, Remembered(**took)) for sha256, took in said["told"]]
+        return [TakenIn(str(sha256), _took(took)) for sha256, took in said["told"]]
+
+
+def _took(said: Mapping[str, Any]) -> Remembered:
+    """Return what a checkpoint says a past session took; ValueError if these are no amounts."""
+    for name, value in said.items():
+        kinds = int | float if name in ("seconds", "files_s") else int
+        if isinstance(value, bool) or not isinstance(value, kinds) or not 0 <= value < math.inf:
+            raise ValueError(f"{name} of a past session is {str(value)[:_SHOWN]!r}, no amount")
+    return Remembered(**said)
 
 
 class Telling:

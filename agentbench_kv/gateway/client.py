@@ -51,7 +51,8 @@ class InProcessClient:
         recalled = memories.recalled(self.session) if memories is not None else None
         searched = 0.0 if recalled is None else 1000 * recalled.seconds
         ttft = None if turn.ttft_ms is None else turn.ttft_ms + searched
-        spent = Spent(turn.prefill_tokens, turn.live_after, ttft)
+        took = (turn.output_tokens, turn.tpot_ms)
+        spent = Spent(turn.prefill_tokens, turn.live_after, ttft, *took)
         self.answers.append(spent)
         return Reply(*said, found.unparsable, found.raw, found.message, recalled)
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from agentbench_kv.adapters.base import PastSession, Recalled
 from agentbench_kv.engines.base import Engine
-from agentbench_kv.errors import EngineGoneError, KVBenchError
+from agentbench_kv.errors import EngineGoneError, KVBenchError, MemoryLostError
 from agentbench_kv.gateway.messages import Message
 from agentbench_kv.gateway.planning import Planner
 from agentbench_kv.gateway.session import Session
@@ -186,11 +186,12 @@ class BankMemories(Memories):
         started = time.perf_counter()
         try:
             rows = self._engine.memorise(state.id, bank, start=state.appended)
-        except EngineGoneError:
+        except (EngineGoneError, MemoryLostError):
             raise
         except Exception as error:
             what = f"a turn of session {state.id} could not be added to its memory"
-            raise KVBenchError(f"{what}: {error}") from error
+            gone = isinstance(error, OSError)  # the backend, with the bank and the session
+            raise (MemoryLostError if gone else KVBenchError)(f"{what}: {error}") from error
         state.appended += rows
         self._rows[bank] += rows
         return so_far + Appended(rows, time.perf_counter() - started)

@@ -200,6 +200,16 @@ def _in_words(message: Message) -> Message:
     return {"role": message["role"], "content": "\n".join([words, *blocks] if words else blocks)}
 
 
+def spoken(message: Message) -> dict[str, str]:
+    """Return a message as text: thoughts and calls in its words, a tool's result as a user's."""
+    said = _in_words(message)
+    text = text_of(said.get("content"))
+    thoughts = str(message.get("reasoning_content") or "").strip()
+    if thoughts:
+        text = f"<think>\n{thoughts}\n</think>\n{text}"
+    return {"role": _role(said), "content": text}
+
+
 class ChatTemplate:
     """Renders whole prompts, and what a later turn adds to a prompt."""
 

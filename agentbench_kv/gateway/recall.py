@@ -48,7 +48,6 @@ class _Search:
 
     query: str
     found: tuple[Recollection, ...]
-    seconds: float
 
 
 class PlainMemories(Memories):
@@ -68,6 +67,9 @@ class PlainMemories(Memories):
         self._checkpoints = checkpoints
         self._told: dict[str, Telling] = {}  # by bank
         self._searches: dict[str, dict[int, _Search]] = defaultdict(dict)  # by message
+        self._searched: dict[str, float] = defaultdict(
+            float
+        )  # seconds that no answer has been told of
 
     def remember(self, session: str, past: PastSession) -> Remembered:
         """Have the store take in a past session, unless a checkpoint holds it.
@@ -108,26 +110,29 @@ class PlainMemories(Memories):
                 self._told[bank].check_ended()
             started = time.perf_counter()
             found = tuple(self._store.search(bank, ASIDE + bank, query))
-            searches[last] = _Search(query, found, time.perf_counter() - started)
+            searches[last] = _Search(query, found)
+            self._searched[session] += time.perf_counter() - started
         return [
             _reminded(message, searches[at].found) if at in searches else message
             for at, message in enumerate(messages)
         ]
 
     def recalled(self, session: str) -> Recalled | None:
+        """Return what stood before the last answer; seconds if it was searched for this one."""
         searches = self._searches.get(session)
         if not searches:
             return None
-        last = searches[max(searches)]
+        last, seconds = searches[max(searches)], self._searched.pop(session, 0.0)
         numbers = [number for each in last.found for number in each.messages]
         texts = tuple(each.text for each in last.found)
-        return Recalled(texts, dict.fromkeys(numbers, 1.0), seconds=last.seconds)
+        return Recalled(texts, dict.fromkeys(numbers, 1.0), seconds=seconds)
 
     def cancel(self, session: str) -> None:
         self._gateway.cancel(ASIDE + session)
 
     def forget(self, session: str) -> None:
         self._searches.pop(session, None)
+        self._searched.pop(session, None)
         super().forget(session)
 
     def _free(self, bank: str) -> None:

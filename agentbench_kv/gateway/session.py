@@ -116,6 +116,8 @@ class Spent:
     live_tokens: int  # in the cache when it was written
     # From the request to the first token, a memory's search included; None if unknown.
     ttft_ms: float | None
+    output_tokens: int = 0
+    tpot_ms: float | None = None
 
 
 def count_phases(phases: Iterable[Phase]) -> dict[str, int]:

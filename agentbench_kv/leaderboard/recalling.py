@@ -18,10 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentbench_kv.engines.base import Engine
-from agentbench_kv.errors import KVBenchError
+from agentbench_kv.errors import CapacityError, EngineGoneError, KVBenchError, MemoryLostError
 from agentbench_kv.leaderboard.evidence import CUT_OFF, Checks, Fault, Note, RunEvidence, Stop
 from agentbench_kv.methods.base import Phase
 from agentbench_kv.methods.memory.memart import MemArt
+from agentbench_kv.phases import TokenPhases
 from agentbench_kv.results.records import Metric, TrialRecord
 from agentbench_kv.results.store import TrialKey
 from agentbench_kv.run.engines import start_engine
@@ -36,13 +37,11 @@ _DERIVED = (
     *("best_layer_evidence_right", "best_layer_evidence_asked"),
     *("best_layer_message_right", "best_layer_message_asked"),
 )
+_NAMES = (*_SUMS, *_DERIVED)
 # Near ties may fall otherwise on another machine; they change some blocks of many.
 _MOST_OTHERS = 0.05
-
-
-class _AnyPhase:
-    def label(self, token: int) -> Phase:  # noqa: ARG002
-        return Phase.OTHERS
+# No room for a model, or an engine that died.
+_OF_THIS_MACHINE = (CapacityError, EngineGoneError, MemoryLostError, OSError)
 
 
 @dataclass
@@ -55,7 +54,7 @@ class RecordedBanks:
     _rows: Counter[str] = field(default_factory=Counter)
 
     def open(self, session: str) -> None:
-        self._play(lambda model: model.open(session, _AnyPhase()))
+        self._play(lambda model: model.open(session, TokenPhases()))
 
     def extend(self, session: str, tokens: Sequence[int]) -> None:
         phases = [Phase.OTHERS] * len(tokens)
@@ -93,12 +92,12 @@ class RecordedBanks:
         self._play(lambda model: model.forget(bank))
 
     def _play(self, call: Callable[[Engine], T]) -> T | None:
-        """Ask the model; what this machine has no room for says nothing of the record."""
+        """Ask the model; what this machine cannot do says nothing of the record."""
         if self.model is None:
             return None
         try:
             return call(self.model)
-        except KVBenchError as error:
+        except _OF_THIS_MACHINE as error:
             self.failed, self.model = str(error), None
             return None
 
@@ -114,8 +113,8 @@ class RecallCheck:
         # Nobody can know them in advance.
         self._drawn = set(random.SystemRandom().sample(sorted(known), min(_DRAWN, len(known))))
         self._model: Engine | None = None
-        self._off = dict.fromkeys(_SUMS, 0.0)  # over the drawn trials
-        self._whole = dict.fromkeys(_SUMS, 0.0)
+        self._off = dict.fromkeys(_NAMES, 0.0)  # over the drawn trials
+        self._whole = dict.fromkeys(_NAMES, 0.0)
         self._differ: list[TrialKey] = []
         self._edited = False  # whether what follows from equal sums is not equal
 
@@ -144,17 +143,16 @@ class RecallCheck:
         self, key: TrialKey, said: TrialRecord, parts: dict[str, Metric]
     ) -> dict[str, Metric]:
         """Return a trial's derived metrics, with what only a model can tell as it was said."""
-        names = (*_SUMS, *_DERIVED)
         if key in self._drawn and not self._banks.failed:
-            pairs = {n: (_number(said.metrics.get(n)), _number(parts.get(n))) for n in names}
-            for name in _SUMS:
+            pairs = {n: (_number(said.metrics.get(n)), _number(parts.get(n))) for n in _NAMES}
+            for name in _NAMES:
                 self._off[name] += abs(pairs[name][0] - pairs[name][1])
                 self._whole[name] += max(map(abs, pairs[name]))
             differ = [n for n, (one, other) in pairs.items() if not math.isclose(one, other)]
             self._edited |= bool(differ) and not set(differ) & set(_SUMS)
             self._differ += [key] * bool(differ)
-        left = {name: value for name, value in parts.items() if name not in names}
-        return left | {name: said.metrics[name] for name in names if name in said.metrics}
+        left = {name: value for name, value in parts.items() if name not in _NAMES}
+        return left | {name: said.metrics[name] for name in _NAMES if name in said.metrics}
 
     def verdict(self) -> Checks:
         """Say what came of the drawn trials."""
@@ -167,7 +165,7 @@ class RecallCheck:
             return
         if not count:
             return
-        share = max(self._off[n] / self._whole[n] if self._whole[n] else 0.0 for n in _SUMS)
+        share = max(self._off[n] / self._whole[n] if self._whole[n] else 0.0 for n in _NAMES)
         if not self._differ:
             yield Note(f"what the memory brought back was played again in {count} of {trials}")
             return

@@ -403,6 +403,8 @@ class Replay:
         ]
         if not said.kv.peak_bytes:  # unknown: played before bytes were counted
             pairs = [pair for pair in pairs if pair[0] != "kv.peak_bytes"]
+        if said.status is not TrialStatus.SCORED:  # may be older than recall of failed trials
+            pairs = [pair for pair in pairs if pair[:2] != ("metrics.evidence_recall_asked", None)]
         for name, one, other in pairs:
             if not alike(one, other):
                 yield differs(place(key, name), one, other)

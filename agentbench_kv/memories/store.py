@@ -15,10 +15,13 @@ from agentbench_kv.adapters.base import Message, PastSession
 from agentbench_kv.adapters.worker import Limits, WorkerPool
 from agentbench_kv.environments import python_of
 from agentbench_kv.environments.archives import unpack_tar
+from agentbench_kv.gateway.messages import spoken
 from agentbench_kv.gateway.recall import Recollection
 from agentbench_kv.methods.memory.plain import PlainMemory
 
 _HERE = Path(__file__).parent
+# How a past is told; checkpoints of banks that were told it otherwise are not gone on from.
+TELLING = "texts, thoughts, calls, results"
 _LONGEST_WORD = 300  # characters of a failure that are shown
 _log = logging.getLogger(__name__)
 # A graph store maps terabytes of addresses; a package writes files as large as it wants.
@@ -30,6 +33,21 @@ _ENVIRONMENT = {
     # A session answers one request at a time.
     "SEMAPHORE_LIMIT": "1",
 }
+
+
+def parts(past: PastSession, size: int) -> Iterator[tuple[Sequence[Message], list[int]]]:
+    """Return a past session as a package is told it, `size` messages at a time, 0 for all at once.
+
+    Packages read texts of users and assistants alone. Messages without a word are left out.
+    """
+    said = [
+        (message, number)
+        for each, number in zip(past.messages, past.numbers, strict=True)
+        if number is not None and (message := spoken(each))["content"].strip()
+    ]
+    for first in range(0, len(said), size or max(1, len(said))):
+        part = said[first : first + (size or len(said))]
+        yield [message for message, _ in part], [number for _, number in part]
 
 
 class PackageStore:
@@ -68,7 +86,7 @@ class PackageStore:
         asked for: these the bank does not hold.
         """
         when, failed = past.when.isoformat() if past.when else None, 0
-        for messages, numbers in self._parts(past):
+        for messages, numbers in parts(past, self._method.batch):
             args = {"messages": messages, "numbers": numbers, "when": when}
             told = self._call("add", bank, session, args)
             if told["failed"]:
@@ -104,17 +122,6 @@ class PackageStore:
         if first:
             said = " ".join(failure.split())[:_LONGEST_WORD]
             _log.warning("kvbench: %s failed at what it was told: %s", self._method.name, said)
-
-    def _parts(self, past: PastSession) -> Iterator[tuple[Sequence[Message], list[int]]]:
-        said = [
-            (message, number)
-            for message, number in zip(past.messages, past.numbers, strict=True)
-            if number is not None
-        ]
-        size = self._method.batch or len(said)
-        for first in range(0, len(said), max(1, size)):
-            part = said[first : first + size]
-            yield [message for message, _ in part], [number for _, number in part]
 
     def _call(self, command: str, bank: str, session: str, args: dict[str, Any]) -> Any:
         given = {**self._about, **args, "folder": str(self._folder(bank)), "session": session}

@@ -9,6 +9,7 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
+from itertools import chain
 from typing import Any
 
 from pydantic import BaseModel
@@ -27,9 +28,14 @@ UNCOMPRESSED = frozenset({"full", "full-constrained"})
 REMEMBERS = "remembers"  # in the provenance of a run whose method has a memory
 # Those that had one before provenance said so.
 _MEMORIES = frozenset({"memart", "mem0", "graphiti"})
-# A trial's metrics that say what past sessions cost; those that are absent where there was none.
-RARELY = ("ingest_failed", "ingest_files", "append_tokens")
-READING = ("ingest_calls", "ingest_tokens", "ingest_s", *RARELY, "ingest_files_s", "append_s")
+# A trial's metrics that say what past sessions cost; those that are absent where there was none, by
+# the one that says so.
+RARELY = {
+    "ingest_failed": ("ingest_failed",),
+    "ingest_files": ("ingest_files", "ingest_files_s"),
+    "append_tokens": ("append_tokens", "append_s"),
+}
+READING = ("ingest_calls", "ingest_tokens", "ingest_s", *chain.from_iterable(RARELY.values()))
 ANSWERING = ("answer_prefill_tokens", "answer_live_tokens", "answer_ttft_ms")  # means of a trial
 DEFAULT_INTERVAL = 128
 _UNREAD = ("other_syntax", "calls_in_other_syntax")  # metrics of a trial
@@ -483,22 +489,33 @@ def _sub_scores(trials: Sequence[TrialRecord]) -> dict[str, SubScore]:
 def ledger_means(trials: Iterable[TrialRecord]) -> dict[str, float]:
     """Return means of what trials record of reading past sessions and of asking behind them.
 
-    Of a trial that did not measure a figure, as a failed one has no seconds, there is none in the
-    mean; parts that were lost and sessions that came from files are 0 where none did.
+    All that reading took is of the same trials: those with seconds, which a failed one has none of,
+    or if none has any, all. Parts that were lost and sessions that came from files are 0 where none
+    did.
     """
-    found: dict[str, list[tuple[float, float]]] = {}
-    for record in trials:
-        told: Mapping[str, Metric] = record.metrics
-        if "ingest_calls" in told:
-            told = {**dict.fromkeys(RARELY, 0), **told}
-        pairs = {name: (told.get(name), 1) for name in READING} | {
-            name: (told.get(f"{name}_total"), told.get(f"{name}_count")) for name in ANSWERING
-        }
-        for name, (total, count) in pairs.items():
-            if isinstance(total, int | float) and isinstance(count, int | float):
-                found.setdefault(name, []).append((total, count))
-    sums = {name: [sum(part) for part in zip(*own, strict=True)] for name, own in found.items()}
-    return {name: total / count for name, (total, count) in sums.items() if count}
+    told = [record.metrics for record in trials]
+    reading = [_with_rare(each) for each in told if "ingest_calls" in each]
+    timed = [each for each in reading if isinstance(each.get("ingest_s"), int | float)]
+    pairs = {name: [(each.get(name), 1) for each in timed or reading] for name in READING} | {
+        name: [(each.get(f"{name}_total"), each.get(f"{name}_count")) for each in told]
+        for name in ANSWERING
+    }
+    found = {}
+    for name, own in pairs.items():
+        known = [
+            (total, count)
+            for total, count in own
+            if isinstance(total, int | float) and isinstance(count, int | float)
+        ]
+        if whole := sum(count for _, count in known):
+            found[name] = sum(total for total, _ in known) / whole
+    return found
+
+
+def _with_rare(told: Mapping[str, Metric]) -> dict[str, Metric]:
+    """Return a trial's metrics with 0 for what is absent where there was none."""
+    absent = [names for said, names in RARELY.items() if said not in told]
+    return {**dict.fromkeys(chain.from_iterable(absent), 0), **told}
 
 
 def _kv(trials: Sequence[TrialRecord]) -> KVSummary | None:

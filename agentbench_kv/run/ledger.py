@@ -10,13 +10,14 @@ from agentbench_kv.results.records import Metric, TurnRecord
 
 
 def ledger(
-    reading: Reading | None, turns: Sequence[TurnInfo | TurnRecord], *, timed: bool = True
+    reading: Reading | None, turns: Sequence[TurnInfo | TurnRecord | Spent], *, timed: bool = True
 ) -> dict[str, Metric]:
     """Return tokens, calls and seconds of reading and of answering; empty without reading.
 
     A reading turn's prompt, and the time to its first token, are the reading's; what it generates
     is an answer's, as are all later turns. So the first question's few tokens count as read. Calls
     of reading are those made for nothing else: none where the session itself is the memory.
+    Where questions are asked in sessions beside the trial's own, `turns` are all answers in them.
     Seconds are None where the engine measures none, or `timed` forbids performance figures. Tokens
     are those prefilled and generated. Of past sessions that came from files, all three are what it
     took to make these.
@@ -65,7 +66,7 @@ def answers(spent: Sequence[Spent], *, timed: bool = True) -> dict[str, Metric]:
     return found
 
 
-def _decoding_ms(turn: TurnInfo | TurnRecord) -> float | None:
+def _decoding_ms(turn: TurnInfo | TurnRecord | Spent) -> float | None:
     """Return the milliseconds from a turn's first token to its last."""
     if turn.output_tokens < 2:
         return 0.0

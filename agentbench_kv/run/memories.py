@@ -15,7 +15,7 @@ from agentbench_kv.gateway.base import AnyGateway
 from agentbench_kv.gateway.checkpoints import Checkpoints
 from agentbench_kv.gateway.http import Embedder, ServerSettings
 from agentbench_kv.gateway.recall import PlainMemories
-from agentbench_kv.memories.store import PackageStore
+from agentbench_kv.memories.store import TELLING, PackageStore
 from agentbench_kv.methods.base import Method
 from agentbench_kv.methods.memory.plain import PlainMemory
 from agentbench_kv.registry import load_task, names
@@ -111,4 +111,5 @@ def _conditions(gateway: AnyGateway, method: PlainMemory) -> dict[str, str]:
         "dtype": info.dtype,
         "chat_template_sha": str(gateway.provenance()["chat_template_sha"]),
         "encoder_sha": encoder_sha(method.encoder),
+        "telling": TELLING,
     }

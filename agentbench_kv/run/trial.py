@@ -29,6 +29,7 @@ from agentbench_kv.errors import (
     ContextLimitError,
     EngineGoneError,
     KVBenchError,
+    MemoryLostError,
     PrerequisiteError,
     SessionFailedError,
     UsageError,
@@ -135,9 +136,8 @@ def play_session(setup: TrialSetup, sample: Sample, trial: int, attempt: int = 1
     report, problem = _close(client)
     del setup.deadlines[session]
     outcome = problem or _judged(outcome, deadline, report)
-    if outcome.status is not TrialStatus.SCORED and not outcome.metrics:
-        # A failed trial has its parts of the score too.
-        outcome = replace(outcome, metrics=dict(setup.task.nothing_right(sample)))
+    if outcome.status is not TrialStatus.SCORED:
+        outcome = replace(outcome, metrics=_failed_parts(setup, sample, outcome.metrics))
     spent = tuple(client.answers) if setup.task.remembers else ()
     return Attempt(context, outcome, report, seconds, spent)
 
@@ -174,16 +174,30 @@ def _outcome(task: Task, sample: Sample, context: TrialContext) -> Outcome:
     except WorkerError as error:  # of a memory's package
         return Outcome(error.status, error=str(error))
     except KVBenchError as error:
-        return _engine_error(error)
+        return _failed(error)
     except (Exception, SystemExit):  # noqa: BLE001  one broken trial must not end the run
         return Outcome(TrialStatus.INFRA_ERROR, error=traceback.format_exc(limit=20))
 
 
-def _engine_error(error: KVBenchError) -> Outcome:
-    """Return what an engine's failure comes to, with the way to it where code of others failed."""
+def _failed(error: KVBenchError) -> Outcome:
+    """Return what an engine's failure comes to, with the way to it where code of others failed.
+
+    A memory that went with its backend is told again in another attempt.
+    """
+    if isinstance(error, MemoryLostError):
+        return Outcome(TrialStatus.INFRA_ERROR, error=str(error))
     cause = error.__cause__ if isinstance(error, SessionFailedError) else None
     where = "".join(traceback.format_exception(cause, limit=20)) if cause else ""
     return Outcome(TrialStatus.ENGINE_ERROR, error=f"{error}\n{where}".strip())
+
+
+def _failed_parts(
+    setup: TrialSetup, sample: Sample, known: Mapping[str, Metric]
+) -> dict[str, Metric]:
+    """Return a failed trial's metrics: it has its parts of the score too."""
+    remembers = setup.gateway.memories is not None
+    recalled = setup.task.nothing_recalled(sample) if remembers else {}
+    return {**recalled, **(known or setup.task.nothing_right(sample))}
 
 
 def _judged(outcome: Outcome, deadline: Deadline, report: SessionReport) -> Outcome:
@@ -193,7 +207,9 @@ def _judged(outcome: Outcome, deadline: Deadline, report: SessionReport) -> Outc
     at the model's last position knows only that a request failed.
     """
     if deadline.passed:
-        return Outcome(TrialStatus.TIMEOUT, transcript=outcome.transcript, error=deadline.message)
+        late = replace(outcome, status=TrialStatus.TIMEOUT, score=None, error=deadline.message)
+        unseen = outcome.status is TrialStatus.SCORED  # its figures have the cut-off answer
+        return replace(late, metrics={}, facts=()) if unseen else late
     if outcome.status in LOST and report.at_context_limit:
         return replace(outcome, status=TrialStatus.CONTEXT_LIMIT)
     if outcome.status in LOST and report.endpoint_failed:
@@ -214,7 +230,7 @@ def _close(client: InProcessClient) -> tuple[SessionReport, Outcome | None]:
         problem = KVBenchError(f"the engine did not let go of session {client.session}")
     except KVBenchError as error:  # no account, no trial
         problem = error
-    return client.report, _engine_error(problem)
+    return client.report, _failed(problem)
 
 
 class Deadline:
@@ -326,7 +342,7 @@ def trial_record(sample: Sample, attempt: Attempt, transcript: str, number: int)
     scored = outcome.status is TrialStatus.SCORED
     # The checker's figures, and what the trial was billed if it was.
     billed = {} if report.cost is None else {"cost": report.cost}
-    spent = ledger(outcome.reading, report.turns, timed=scored)
+    spent = ledger(outcome.reading, attempt.answers or report.turns, timed=scored)
     spent |= answers(attempt.answers, timed=scored)
     unread = [turn.unread_syntax for turn in report.turns if turn.unread_syntax]
     missed: dict[str, Metric] = {}

@@ -74,7 +74,7 @@ def test_a_sweep_and_an_ablation_read_a_past_once(
     ]
     # One of the two has read it all, the other one nothing.
     assert sorted(each.get("ingest_files", 0) for each in records) == [0, len(files)]
-    ablation = ("ablate", "--method", "memart,topk=8", "--budget", "1024", "--axis", "topk=16,24")
+    ablation = ("ablate", "--method", "memart,topk=8", "--axis", "topk=16,24")
     again = kvbench(*ablation, *task, "--banks", str(banks), "--out", str(tmp_path / "ablated"))
     assert again.returncode == 0, again.stderr
     assert {path: path.stat().st_mtime_ns for path in banks.glob("*.safetensors")} == files

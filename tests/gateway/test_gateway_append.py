@@ -12,7 +12,7 @@ import pytest
 from agentbench_kv.adapters.base import PastSession
 from agentbench_kv.engines.base import EngineOptions
 from agentbench_kv.engines.embedded.engine import EmbeddedEngine
-from agentbench_kv.errors import KVBenchError, UsageError
+from agentbench_kv.errors import KVBenchError, MemoryLostError, UsageError
 from agentbench_kv.gateway import AnyGateway, open_gateway
 from agentbench_kv.gateway.client import InProcessClient
 from agentbench_kv.registry import make_method
@@ -189,8 +189,9 @@ def test_what_goes_wrong_is_said_to_the_next_prompt_and_at_the_end(
     client = InProcessClient(gateway, "a")
     client.remember(past("the red key is in the blue box"))
     asked(client, "where is the key")
-    with pytest.raises(KVBenchError, match="session a could not be added to its memory"):
+    with pytest.raises(KVBenchError, match="session a could not be added to its memory") as caught:
         asked(client.another(), "and now")
+    assert isinstance(caught.value, MemoryLostError) == isinstance(what, OSError)
     assert client.reading is not None
     with pytest.raises(KVBenchError, match="could not be added"):
         client.close()

@@ -211,6 +211,27 @@ def damages(whole: bytes) -> Iterator[bytes]:
         yield gzip.compress(json.dumps(other).encode() + b"\n")
 
 
+WRONG = [
+    {"calls": "x"}, {"calls": -5}, {"tokens": None}, {"tokens": 1.5}, {"files": True},
+    {"seconds": -1e9}, {"seconds": float("nan")}, {"seconds": float("inf")}, {"more": 1},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=str)
+def test_a_checkpoint_of_no_amounts_is_told_anew(
+    gateway: Gateway, kept: Folder, caplog: Any, wrong: dict[str, Any]
+) -> None:
+    path = kept.checkpoint("trial")
+    line, _, bank = gzip.decompress(path.read_bytes()).partition(b"\n")
+    head = json.loads(line)
+    head["told"][0][1] |= wrong
+    path.write_bytes(gzip.compress(json.dumps(head).encode() + b"\n" + bank))
+    took, _ = tell(gateway, kept, PASTS[:1], attempt=7)
+    assert [each.files for each in took] == [0]
+    assert "is not gone on from" in caplog.text
+    assert next(iter(wrong)) in caplog.text
+
+
 def test_a_damaged_checkpoint_is_told_anew(gateway: Gateway, kept: Folder, caplog: Any) -> None:
     path = kept.checkpoint("trial")
     whole = path.read_bytes()

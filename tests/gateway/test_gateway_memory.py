@@ -92,6 +92,27 @@ def test_what_is_found_stands_before_the_message_that_asked(told: tuple[Gateway,
     assert gateway.sessions() == []
 
 
+def test_a_search_is_on_the_clock_of_the_answer_it_was_made_for(
+    told: tuple[Gateway, Parrot],
+) -> None:
+    gateway, store = told
+    with InProcessClient(gateway, "a") as client:
+        client.remember(past("red apple"))
+        history: list[Any] = [{"role": "user", "content": "which apple"}]
+        replies = []
+        for number in range(3):
+            replies.append(client.chat(history, max_tokens=3))
+            result = {"role": "tool", "tool_call_id": str(number), "content": "{}"}
+            history += [replies[-1].message, result]
+        assert store.searched == ["which apple"]
+        assert [reply.recalled.texts for reply in replies] == [("red apple",)] * 3
+        assert [reply.recalled.seconds > 0 for reply in replies] == [True, False, False]
+        turns = client.report.turns
+        both = zip(client.answers, turns, strict=True)
+        own = [spent.ttft_ms == turn.ttft_ms for spent, turn in both]
+        assert own == [False, True, True]
+
+
 def test_a_bank_is_its_own_sessions_alone(told: tuple[Gateway, Parrot]) -> None:
     gateway, store = told
     with InProcessClient(gateway, "a") as one, InProcessClient(gateway, "b") as other:

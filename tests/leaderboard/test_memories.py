@@ -11,7 +11,8 @@ import pytest
 
 from agentbench_kv.adapters.data import VARIABLE
 from agentbench_kv.engines.embedded.engine import EmbeddedEngine
-from agentbench_kv.errors import CapacityError, UsageError
+from agentbench_kv.environments import python_of
+from agentbench_kv.errors import CapacityError, PrerequisiteError, UsageError
 from agentbench_kv.leaderboard import rerun, validate
 from agentbench_kv.leaderboard.evidence import RunEvidence, read_run
 from agentbench_kv.registry import make_method
@@ -23,8 +24,8 @@ TOLD = "what the memory brought back"
 
 
 def play(root: Path, settings: dict[str, str], banks: Path | None = None, **changes: Any) -> Path:
-    values = {"task": "micro/memory", "limit": 3, "max_tokens": 64, **changes}
-    spec = resolve(RunSpec("embedded", "micro", "memart", None, **values), settings)
+    values = {"engine": "embedded", "task": "micro/memory", "limit": 3, "max_tokens": 64, **changes}
+    spec = resolve(RunSpec(model="micro", method="memart", budget=None, **values), settings)
     run_all([spec], root, lambda *_: None, banks)
     return root / spec.id
 
@@ -93,6 +94,16 @@ def a_layer_that_looks_for_it(f: Any) -> None:
         told["best_layer_message_right"] /= 2
 
     f.trials(edit)
+
+
+def a_layer_that_looks_for_it_and_a_little_more(f: Any) -> None:
+    """Leave no sum as it was, so that nothing follows from them."""
+    a_layer_that_looks_for_it(f)
+    f.trials(
+        lambda row: row["metrics"].update(
+            recalled_total=row["metrics"]["recalled_total"] * (1 + 1e-7)
+        )
+    )
 
 
 def nothing_else_came_back(f: Any) -> None:
@@ -202,6 +213,7 @@ def a_prompt_that_was_never_sent(f: Any) -> None:
 FORGERIES = [
     ("attention", evidence_of_all, f"{TOLD}: is another than was recorded in 3 of 3"),
     ("attention", a_layer_that_looks_for_it, f"{TOLD}: is another than was recorded"),
+    ("attention", a_layer_that_looks_for_it_and_a_little_more, f"{TOLD}: is another than was"),
     ("attention", nothing_else_came_back, f"{TOLD}: is another than was recorded"),
     ("attention", no_word_of_what_came_back, "metrics.evidence_recall_asked: is None"),
     ("attention", fewer_messages_needed, "metrics.evidence_recall_asked: is 1"),
@@ -269,6 +281,35 @@ def test_a_model_that_has_no_room_says_nothing_of_the_record(
     (run,) = validate(packed("attention").folder).runs
     assert (run.findings, run.label) == ([], Label.SELF_REPORTED)
     assert run.notes == [f"{TOLD} is as reported; no model here: the KV cache has no room"]
+
+
+def test_what_went_wrong_in_a_replay_is_no_lack_of_a_model(
+    packed: Packed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(*_: Any) -> None:
+        raise UsageError("no such session")
+
+    monkeypatch.setattr(EmbeddedEngine, "memorise", wrong)
+    (run,) = validate(packed("attention").folder).runs
+    assert run.label is Label.SELF_REPORTED
+    assert run.notes == ["micro/memory cannot be played here: no such session"]
+
+
+@pytest.mark.engine
+def test_llama_cpp_plays_its_memory_too(tmp_path: Path, forger_of: Callable[..., Any]) -> None:
+    try:
+        python_of("llamacpp")
+    except PrerequisiteError as error:
+        pytest.skip(str(error))
+    run = play(tmp_path / "runs", {"topk": "24"}, engine="llamacpp", dtype="float32", limit=1)
+    (honest,) = validate(forger_of(run, tmp_path / "honest").folder).runs
+    assert (honest.findings, honest.label) == ([], Label.RESCORED)
+    assert f"{TOLD} was played again in 1 of 1" in honest.notes
+    made = forger_of(run, tmp_path / "forged")
+    evidence_of_all(made)
+    made.cover()
+    (finding,) = validate(made.folder).findings
+    assert f"{TOLD}: is another than was recorded in 1 of 1" in str(finding)
 
 
 @pytest.mark.parametrize("method", ["mem0", "graphiti"])
@@ -339,3 +380,22 @@ def test_a_memory_on_an_engine_without_banks_is_no_run(packed: Packed) -> None:
     made.cover(rename=True)
     findings = [str(each) for each in validate(made.folder).findings]
     assert any("cannot run method 'memart'" in each for each in findings)
+
+
+def test_a_trial_that_failed_for_room_is_played_again(
+    tmp_path: Path, forger_of: Callable[..., Any]
+) -> None:
+    """Also one that was recorded before failed trials were asked for their evidence."""
+    run = play(tmp_path / "runs", {"topk": "24"}, limit=1, context_limit=500)
+    made = forger_of(run, tmp_path / "submission")
+    (row,) = made.lines("samples.jsonl")
+    assert (row["status"], row["metrics"]["evidence_recall_right"]) == ("context_limit", 0)
+    assert not validate(made.folder).findings
+
+    def older(row: dict[str, Any]) -> None:
+        for part in ("right", "asked"):
+            del row["metrics"][f"evidence_recall_{part}"]
+
+    made.trials(older)
+    made.cover()
+    assert not validate(made.folder).findings

@@ -256,3 +256,10 @@ def test_third_party_method_without_score_is_refused(plug_in):
     plug_in(NoScore)
     with pytest.raises(UsageError, match="score"):
         load_method("third")
+
+
+def test_a_number_that_is_too_large_is_told_the_largest() -> None:
+    with pytest.raises(UsageError, match=r"expected an integer >= 1 and <= 9\.22337e\+18$"):
+        make_method("memart", None, {"topk": str(10**21)})
+    with pytest.raises(UsageError, match=r"expected an integer >= 1$"):
+        make_method("memart", None, {"topk": "0"})

@@ -16,6 +16,7 @@ from agentbench_kv.results.records import TrialRecord
 from agentbench_kv.results.runs import load_runs
 from agentbench_kv.results.site.build import build_site
 from agentbench_kv.results.store import RunStore
+from agentbench_kv.results.summary import ledger_means
 from agentbench_kv.results.tables.model import Cell, Kind, Row, Table
 from agentbench_kv.results.tables.report import report_tables
 
@@ -115,11 +116,33 @@ def test_floors_that_differ_in_more_are_told_apart(runs: Path, write: Callable[.
     assert "full (context=turns, last=50)" in names
 
 
-def test_a_failed_trial_has_no_seconds_and_lost_no_part(runs: Path) -> None:
+def test_what_reading_took_is_of_the_trials_with_seconds(runs: Path) -> None:
     found = row(one(tables(runs), "what a memory costs"), "mem0")
-    assert found["tokens"].value == pytest.approx((18_000 * 2 + 3_000) / 3)
+    assert found["tokens"].value == 18_000
     assert found["seconds"].value == 300
-    assert found["parts lost"].value == pytest.approx((3 + 3 + 0) / 3)
+    assert found["parts lost"].value == 3
+
+
+def test_what_came_from_files_is_of_the_same_trials(
+    make_trial: Callable[..., TrialRecord],
+) -> None:
+    """None came from any in the third; the fourth failed, and has no seconds."""
+    own = [
+        {**READ, "ingest_files": 10, "ingest_files_s": 4.0, "append_tokens": 8, "append_s": 1.5},
+        {**READ, "ingest_files": 20, "ingest_files_s": 2.0},
+        {**READ},
+        {**READ, "ingest_calls": 99, "ingest_s": None, "ingest_files": 5, "ingest_files_s": None},
+    ]
+    trials = [make_trial(metrics=each) for each in own]
+    found = ledger_means(trials)
+    assert found["ingest_calls"] == READ["ingest_calls"]
+    assert (found["ingest_files"], found["ingest_files_s"]) == (10, 2)
+    assert found["append_tokens"] == pytest.approx(8 / 3)
+    assert found["append_s"] == pytest.approx(0.5)
+    # Where nothing was timed, all of it is of all.
+    untimed = ledger_means(trials[3:])
+    assert (untimed["ingest_calls"], untimed["ingest_files"]) == (99, 5)
+    assert not {"ingest_s", "ingest_files_s"} & untimed.keys()
 
 
 def test_past_sessions_from_files_have_columns_of_their_own(write: Callable[..., Path]) -> None:

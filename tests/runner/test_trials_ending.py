@@ -18,6 +18,7 @@ from agentbench_kv.engines.scripted import ScriptedEngine
 from agentbench_kv.errors import (
     EngineGoneError,
     KVBenchError,
+    MemoryLostError,
     PrerequisiteError,
     SessionFailedError,
     UsageError,
@@ -240,6 +241,24 @@ def test_what_an_engine_failed_at_is_lost_and_played_again(
     mended = runner.run_one(one, tmp_path, quiet)
     assert (mended.score.point if mended.score else None, mended.validity.state) == (1.0, "valid")
     assert show_lost([mended], tmp_path) == 0
+
+
+def test_a_memory_that_is_lost_is_told_again_in_the_same_command(
+    told: Told, spec: SpecOf, tmp_path: Path
+) -> None:
+    tries: list[str] = []
+
+    def behave(sample: str, *_: Any) -> Outcome:
+        tries.append(sample)
+        if len(tries) == 1:
+            raise MemoryLostError("the backend that had memory bank b is gone")
+        return scored()
+
+    told(behave, ids=("x-0",))
+    one = spec(limit=None)
+    assert runner.run_one(one, tmp_path, quiet).validity.state == "valid"
+    (record,) = RunStore(tmp_path).find(one.id).trials()
+    assert (record.status, record.attempts) == (TrialStatus.SCORED, 2)
 
 
 def test_a_session_without_an_account_is_lost(

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from agentbench_kv.adapters.base import Outcome, TrialContext
+from agentbench_kv.adapters.base import Outcome, Reading, TrialContext
 from agentbench_kv.engines.base import FinishReason, Generation, Sampling
 from agentbench_kv.engines.scripted import ScriptedEngine
 from agentbench_kv.gateway import base as gateway_module
@@ -134,6 +134,18 @@ def test_a_workers_generation_is_ended_and_never_scored(
     assert reasons == ["cancelled", "cancelled"]
     assert len(timers) == 1
     assert engines[0].sessions() == []
+
+
+def test_what_was_known_when_time_was_up_stays(play: Play, timers: list[HandTimer]) -> None:
+    def behave(*_: Any) -> Outcome:
+        timers[-1].strike()
+        known = {"fact_right": 1, "fact_asked": 4}
+        return Outcome(TrialStatus.TIMEOUT, metrics=known, reading=Reading(calls=3, tokens=70))
+
+    record = play(behave, ids=ONE)["x-0"]
+    assert_timed_out(record, "3600")
+    assert (record.metrics["fact_right"], record.metrics["fact_asked"]) == (1, 4)
+    assert (record.metrics["ingest_calls"], record.metrics["ingest_tokens"]) == (3, 70)
 
 
 @pytest.mark.parametrize("endpoint", [False, True])

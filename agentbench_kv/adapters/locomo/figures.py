@@ -126,9 +126,7 @@ def _evidence(
 
     Questions without evidence in the file are not asked for it.
     """
-    has = [question for question in asked if question.evidence]
-    sound = [question for question in has if disputed is None or question.index not in disputed]
-    sets = {"": has} if disputed is None else {"": has, "_undisputed": sound}
+    sets = _with_evidence(asked, disputed)
     found: dict[str, Metric] = {}
     for name, questions in sets.items():
         sent = _sum(answered, questions, lambda each: each.sent)
@@ -137,7 +135,7 @@ def _evidence(
         if wanted and all(each.recalled is not None for each in wanted):
             recalled = _sum(answered, questions, lambda each: each.recalled)
             found |= _sub_score(f"evidence_recall{name}", recalled, len(questions))
-    found |= _best_layer(answered, has)
+    found |= _best_layer(answered, sets[""])
     counts = [each.recalled_messages for each in answered]
     known = [count for count in counts if count is not None]
     if known and len(known) == len(counts):
@@ -146,6 +144,27 @@ def _evidence(
     if texts:
         found["recalled_texts"] = sum(texts)
     return found
+
+
+def nothing_recalled(
+    asked: Sequence[Question], disputed: Mapping[int, Disputed] | None
+) -> dict[str, Metric]:
+    """Return the shares of evidence that a memory brought back of which nothing was heard."""
+    found: dict[str, Metric] = {}
+    plain = [each for each in asked if each.category != ADVERSARIAL]
+    for name, questions in _with_evidence(plain, disputed).items():
+        found |= _sub_score(f"evidence_recall{name}", 0, len(questions))
+    return found
+
+
+def _with_evidence(
+    asked: Sequence[Question], disputed: Mapping[int, Disputed] | None
+) -> dict[str, list[Question]]:
+    """Return the questions whose evidence is in the file, and those that nobody disputes."""
+    has = [question for question in asked if question.evidence]
+    if disputed is None:
+        return {"": has}
+    return {"": has, "_undisputed": [each for each in has if each.index not in disputed]}
 
 
 def _best_layer(answered: Sequence[Answered], asked: Sequence[Question]) -> dict[str, Metric]:

@@ -44,6 +44,7 @@ from agentbench_kv.adapters.locomo.figures import (
     NOT_AVAILABLE,
     Answered,
     marks,
+    nothing_recalled,
     trial_metrics,
 )
 from agentbench_kv.adapters.locomo.scoring import BertScore, Compare, Similarity, require_nltk
@@ -199,6 +200,12 @@ class LocomoQA(Task):
     def nothing_right(self, sample: Sample) -> Mapping[str, Metric]:
         conversation, questions = self._asked(sample)
         return trial_metrics(questions, [], self._disputed(conversation))
+
+    def nothing_recalled(self, sample: Sample) -> Mapping[str, Metric]:
+        if self.context == "none":
+            return {}
+        conversation, questions = self._asked(sample)
+        return nothing_recalled(questions, self._disputed(conversation))
 
     def script(self, sample: Sample, agent: ScriptedAgent) -> list[str]:
         return [_scripted(question, agent) for question in self._asked(sample)[1]]

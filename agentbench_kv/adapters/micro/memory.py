@@ -81,7 +81,7 @@ class MicroMemory(RecallTask):
         if not play(line, environment, messages, limit):
             return Outcome(TrialStatus.CONTEXT_LIMIT, transcript=messages)
         result = score(environment)
-        metrics = {**result.metrics, **_recall(episode, question.calls, line.recalled, told)}
+        metrics = {**result.metrics, **_recall(episode, question.calls, line, told)}
         success, facts = float(result.success), result.facts
         return Outcome(TrialStatus.SCORED, success, metrics, messages, facts=facts)
 
@@ -89,6 +89,13 @@ class MicroMemory(RecallTask):
         environment = Environment(asked(self._episode(sample)))
         environment.abandon()
         return score(environment).metrics
+
+    def nothing_recalled(self, sample: Sample) -> Mapping[str, Metric]:
+        if self.context == "none":
+            return {}
+        episode = self._episode(sample)
+        needed = sum(len(evidence_of(episode, call)) for call in asked(episode).calls)
+        return {"evidence_recall_right": 0, "evidence_recall_asked": needed}
 
     def script(self, sample: Sample, agent: ScriptedAgent) -> list[str]:
         return scripted(asked(self._episode(sample)), agent)
@@ -100,16 +107,18 @@ class MicroMemory(RecallTask):
 
 
 class Listening:
-    """A line that keeps what a memory put before the model for each answer."""
+    """A line that keeps what a memory put before the model for each answer, and for each call."""
 
     def __init__(self, client: AgentClient) -> None:
         self._client = client
         self.recalled: list[Recalled | None] = []
+        self.for_calls: list[Recalled | None] = []  # an answer without any is in a call's place
 
     def chat(self, messages: Sequence[Message], *rest: Any, **more: Any) -> Reply:
         """Pass the request on."""
         reply = self._client.chat(messages, *rest, **more)
         self.recalled.append(reply.recalled)
+        self.for_calls += [reply.recalled] * max(1, len(reply.tool_calls))
         return reply
 
 
@@ -167,17 +176,24 @@ def evidence_of(episode: Episode, call: ExpectedCall) -> list[int]:
 def _recall(
     episode: Episode,
     calls: Sequence[ExpectedCall],
-    recalled: Sequence[Recalled | None],
+    line: Listening,
     told: int,
 ) -> dict[str, Metric]:
     """Return how much of each call's evidence was before the model when it was to be made."""
+    recalled = line.recalled
     known = [each.messages for each in recalled if each is not None and each.messages is not None]
     if not known:
         return {}
-    needed = [(at, n) for at, call in enumerate(calls) for n in evidence_of(episode, call)]
+    none = Recalled((), {}, {})
+    before = [each or none for each in line.for_calls] + [none] * len(calls)
+    needed = [
+        (there, number)
+        for there, call in zip(before, calls, strict=False)
+        for number in evidence_of(episode, call)
+    ]
     found: dict[str, Metric] = {
         "evidence_recall_right": sum(
-            known[at].get(number, 0.0) for at, number in needed if at < len(known)
+            (there.messages or {}).get(number, 0.0) for there, number in needed
         ),
         "evidence_recall_asked": len(needed),
         "recalled_total": sum(sum(each.values()) for each in known),
@@ -187,5 +203,5 @@ def _recall(
     layers = [each.layers for each in recalled if each is not None and each.layers is not None]
     if len(layers) < len(known):
         return found
-    before = [(layers[at] if at < len(layers) else {}, number) for at, number in needed]
-    return found | best_layer(before, layers, told)
+    by_layer = [(there.layers or {}, number) for there, number in needed]
+    return found | best_layer(by_layer, layers, told)

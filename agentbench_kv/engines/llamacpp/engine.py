@@ -45,7 +45,7 @@ from agentbench_kv.engines.serving.wire import (
     stop_document,
 )
 from agentbench_kv.environments import process_env, python_of
-from agentbench_kv.errors import CapacityError, KVBenchError, UsageError
+from agentbench_kv.errors import CapacityError, KVBenchError, MemoryLostError, UsageError
 from agentbench_kv.methods.base import Method
 from agentbench_kv.methods.spans import Block, SpanRange
 
@@ -266,8 +266,9 @@ class LlamaCppEngine(ServingEngine):
         """
         memory_method(self._wire.options.method)
         self._check_bank(bank)
+        epoch = self._sessions[session].epoch
         rows = int(self._command(session, "memorise", bank=bank, tokens=tokens, start=start))
-        self._banks[bank] = self._epoch
+        self._banks[bank] = epoch
         return rows
 
     def recollect(self, session: str, bank: str, tokens: Sequence[int]) -> float | None:  # noqa: ARG002
@@ -275,15 +276,20 @@ class LlamaCppEngine(ServingEngine):
         room = min(self.info.context_limit, self._wire.cells)
         if self._wire.options.banks is None or len(tokens) >= room:
             return None
+        return self._with_backend(partial(self._recollect, bank, tokens))
+
+    def _recollect(self, bank: str, tokens: Sequence[int]) -> float | None:
+        """Have the backend that runs now find a past session; it must have the earlier ones."""
         self._check_bank(bank)
-        ask = partial(self._told, "recollect", bank=bank, past=list(tokens))
-        seconds: float | None = self._with_backend(ask)
+        epoch = self._epoch
+        seconds: float | None = self._told("recollect", bank=bank, past=list(tokens))
         if seconds is not None:
-            self._banks[bank] = self._epoch
+            self._banks[bank] = epoch
         return seconds
 
     def preserve(self, bank: str, tokens: Sequence[int], seconds: float) -> None:
         if self._wire.options.banks is not None:
+            self._check_bank(bank)
             self._told("preserve", bank=bank, past=list(tokens), seconds=seconds)
 
     def attach(self, session: str, bank: str) -> None:
@@ -324,9 +330,9 @@ class LlamaCppEngine(ServingEngine):
             self.forget(bank)
 
     def _check_bank(self, bank: str) -> None:
-        """Raise if rows of a memory bank went with a backend: nobody can tell it the past again."""
+        """Raise if rows of a memory bank went with a backend: MemoryLostError."""
         if self._banks.get(bank, self._epoch) != self._epoch:
-            raise KVBenchError(f"the backend that had memory bank {bank} is gone")
+            raise MemoryLostError(f"the backend that had memory bank {bank} is gone")
 
     def _told(self, command: str, **arguments: Any) -> Any:
         """Return what the backend answers to a command about memories."""

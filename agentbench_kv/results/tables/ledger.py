@@ -10,10 +10,11 @@ from agentbench_kv.results.tables.floors import OFF, floor_name, floor_of
 from agentbench_kv.results.tables.model import Cell, Column, Kind, Row, Table, Unit, setting_table
 
 LEGEND = (
-    "read: what a memory took to take in the past, mean of a trial that recorded it: requests made "
-    "for nothing else, tokens prefilled and generated, seconds; of past sessions that came from "
-    "files, what it took to make these. Empty where the past is read in the session itself: its "
-    "tokens are prefilled ones, and in an answer's cache",
+    "read: what a memory took to take in the past, mean of the trials that it was timed in, which "
+    "no failed one is, or else of all: requests made for nothing else, tokens prefilled and "
+    "generated, seconds; of past sessions that came from files, what it took to make these. Empty "
+    "where the past is read in the session itself: its tokens are prefilled ones, and in an "
+    "answer's cache",
     "appended: rows of finished turns that a memory took as they were, and the seconds that it did "
     "so beside the agent; nothing is read for them",
     "an answer: mean over answers; live MB: of its cache, at the bytes that a token takes at the "

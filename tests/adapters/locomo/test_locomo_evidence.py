@@ -123,6 +123,17 @@ def test_what_a_memory_recalls_by_text():
 
 
 @pytest.mark.usefixtures("folder")
+def test_a_failed_conversation_is_asked_for_the_same_evidence():
+    talked = play(Memory(lambda _: Recalled(()))).metrics
+    asked = {k: v for k, v in talked.items() if k.startswith("evidence_recall")}
+    assert len(asked) >= 2
+    task = LocomoQA(check="off")
+    failed = task.nothing_recalled(Sample("talk-1"))
+    assert failed == asked  # all 0 of what is asked
+    assert LocomoQA(check="off", context="none").nothing_recalled(Sample("talk-1")) == {}
+
+
+@pytest.mark.usefixtures("folder")
 def test_one_answer_without_account_leaves_the_column_out():
     class Silent(Memory):
         def chat(self, messages, *rest, **more):

@@ -40,6 +40,11 @@ def test_questions_are_read_and_nothing_else(tmp_path: Path) -> None:
         assert trial.status.value == "scored"
         assert trial.metrics["ingest_calls"] == 3
         past = trial.metrics["ingest_tokens"]
+        # All questions are on the ledger, though each has a session of its own.
+        calls, prefilled = trial.metrics["answer_calls"], "answer_prefill_tokens_total"
+        assert calls == trial.metrics["answer_prefill_tokens_count"] == trial.metrics["answered"]
+        assert trial.metrics["answer_tokens"] >= trial.metrics[prefilled] + calls
+        assert trial.metrics["answer_s"] > 0
         assert trial.kv.restored == (past if rows is None else rows)
         assert trial.kv.prefill_tokens < full.kv.prefill_tokens
         assert trial.kv.peak_live == trial.kv.restored + trial.kv.logical - 1

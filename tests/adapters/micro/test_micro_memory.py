@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from agentbench_kv.adapters.base import Sample
+from agentbench_kv.adapters.base import Recalled, Reply, Sample, TrialContext
 from agentbench_kv.adapters.micro.episode import Episode
 from agentbench_kv.adapters.micro.generate import PROFILES, generate, held_out_seed
 from agentbench_kv.adapters.micro.memory import MicroMemory, asked, evidence_of, past_sessions
 from agentbench_kv.errors import UsageError
-from agentbench_kv.results.records import TrialRecord
+from agentbench_kv.results.records import TrialRecord, TrialStatus
 from agentbench_kv.results.store import RunReader
 from agentbench_kv.results.summary import summarize
 from agentbench_kv.run.runner import run_one
@@ -112,6 +113,61 @@ def test_a_failed_trial_counts_what_it_was_asked() -> None:
     assert parts["messages_right"] == 0
     assert parts["tool_asked"] == 2
     assert parts["tool_right"] == 0
+
+
+class Recalling:
+    """Ships as it should, `together` or call by call, with all evidence there while it does."""
+
+    def __init__(self, drawn: Episode, together: bool) -> None:
+        self.turn = asked(drawn).turns[0]
+        calls = self.turn.calls
+        self.evidence = {n: 1.0 for call in calls for n in evidence_of(drawn, call)}
+        self.parts = [list(calls)] if together else [[call] for call in calls]
+
+    def chat(self, *_: object, **__: object) -> Reply:
+        part = self.parts.pop(0) if self.parts else []
+        calls = [
+            {"id": call.name, "type": "function",
+             "function": {"name": call.name, "arguments": json.dumps(call.arguments)}}
+            for call in part
+        ]  # fmt: skip
+        text = "" if part else self.turn.reply.text
+        there = self.evidence if part else {}
+        recalled = Recalled((), there, {n: [share] for n, share in there.items()})
+        message = {"role": "assistant", "content": text, "tool_calls": calls}
+        reason = "tool_calls" if part else "stop"
+        return Reply(text, "", calls, reason, False, text, message, recalled)
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_evidence_is_that_before_the_message_with_the_call(together: bool) -> None:
+    client = Recalling(episode(0), together)
+    sample = MicroMemory.create({}).samples(1, 0)[0]
+    context = TrialContext(0, 7, client, None, "s", max_tokens=64)  # type: ignore[arg-type]
+    outcome = MicroMemory.create({}).run_trial(sample, context)
+    assert outcome.score == 1.0
+    for name in ("evidence_recall", "best_layer_evidence"):
+        assert outcome.metrics[f"{name}_right"] == outcome.metrics[f"{name}_asked"] > 0
+
+
+def test_a_failed_trial_is_asked_for_its_evidence(tmp_path: Path) -> None:
+    """Whose past fits, and its question does not: it has no answer, and all that it was told."""
+    one = RunSpec("embedded", "micro", "memart", None, "micro/memory", limit=1, context_limit=500)
+    spec = resolve(one, {"topk": "24"})
+    run_one(spec, tmp_path, lambda *_: None)
+    (record,) = RunReader(tmp_path / spec.id).trials()
+    assert record.status is TrialStatus.CONTEXT_LIMIT
+    assert record.metrics["ingest_calls"] > 10
+    drawn = episode(int(record.sample_id.rpartition("-")[2]))
+    needed = sum(len(evidence_of(drawn, call)) for call in asked(drawn).calls)
+    said = record.metrics["evidence_recall_right"], record.metrics["evidence_recall_asked"]
+    assert said == (0, needed)
+    # Without a memory nobody asks for it.
+    spec = resolve(replace(one, method="full", context_limit=500), {})
+    run_one(spec, tmp_path, lambda *_: None)
+    (record,) = RunReader(tmp_path / spec.id).trials()
+    assert record.status is TrialStatus.CONTEXT_LIMIT
+    assert "evidence_recall_asked" not in record.metrics
 
 
 def test_what_answers_took_is_on_record(tmp_path: Path) -> None:

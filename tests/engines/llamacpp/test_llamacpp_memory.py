@@ -13,10 +13,12 @@ from typing import Any
 
 import pytest
 
+from agentbench_kv.adapters.base import PastSession
 from agentbench_kv.engines.base import Engine, EngineOptions, KVStats, Sampling
 from agentbench_kv.engines.embedded.engine import EmbeddedEngine
 from agentbench_kv.engines.llamacpp.engine import LlamaCppEngine
-from agentbench_kv.errors import ContextLimitError, KVBenchError, UsageError
+from agentbench_kv.errors import ContextLimitError, KVBenchError, MemoryLostError, UsageError
+from agentbench_kv.gateway.client import InProcessClient
 from agentbench_kv.phases import TokenPhases
 from agentbench_kv.registry import make_method
 from agentbench_kv.results.store import RunReader
@@ -180,7 +182,7 @@ def test_a_memory_that_went_with_the_backend(build: Build) -> None:
     with pytest.raises((KVBenchError, ConnectionError), match="is gone"):
         turn(engine, "s", words(5, 2), 3)
     engine.close("s")
-    with pytest.raises(KVBenchError, match="memory bank bank is gone"):
+    with pytest.raises(MemoryLostError, match="memory bank bank is gone"):
         begin(engine, "t", "bank")
     engine.forget("bank")
     remember(engine, "bank")
@@ -190,11 +192,55 @@ def test_a_memory_that_went_with_the_backend(build: Build) -> None:
     engine.forget("bank")  # before anybody has noticed
 
 
+def test_a_past_from_files_goes_on_in_no_new_backend(build: Build, tmp_path: Path) -> None:
+    """What was told before a backend died is in its memory only, however much is in files."""
+    engine = build(LlamaCppEngine, "shared", banks=tmp_path)
+    pasts = [words(length, length) for length in (75, 130, 60)]
+    for number, past in enumerate(pasts):
+        engine.open(f"past {number}", TokenPhases())
+        turn(engine, f"past {number}", past, 1)
+        engine.memorise(f"past {number}", "first", len(past))
+        engine.preserve("first", past, 1.0)
+    engine.open("s", TokenPhases())
+    assert engine.recollect("s", "second", pasts[0]) is not None
+    os.kill(engine.backend_pid, signal.SIGKILL)
+    for past in pasts[1:]:
+        with pytest.raises(MemoryLostError, match="memory bank second is gone"):
+            engine.recollect("s", "second", past)
+    with pytest.raises(MemoryLostError):
+        engine.preserve("second", pasts[0], 1.0)
+    assert engine.restarts == 1
+    assert all(engine.recollect("s", "third", past) is not None for past in pasts)
+    begin(engine, "t", "third")
+    assert len(turn(engine, "t", words(20, 1), 3)) == 3
+
+
+def test_a_trial_whose_backend_died_is_played_again(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    llamacpp_python: Path,  # noqa: ARG001
+) -> None:
+    settings, banks = {"topk": "24"}, tmp_path / "banks"
+    first = played("llamacpp", settings, tmp_path / "first", banks, limit=1)
+    told, remember = [], InProcessClient.remember
+
+    def killed(client: InProcessClient, past: PastSession) -> None:
+        remember(client, past)
+        told.append(past)
+        if len(told) == 4:
+            os.kill(client._gateway.engine.backend_pid, signal.SIGKILL)
+
+    monkeypatch.setattr(InProcessClient, "remember", killed)
+    assert played("llamacpp", settings, tmp_path / "again", banks, limit=1) == first
+    (run,) = (tmp_path / "again").iterdir()
+    assert [each.attempts for each in RunReader(run).trials()] == [2]
+
+
 def played(
-    engine: str, settings: dict[str, str], out: Path, banks: Path | None = None
+    engine: str, settings: dict[str, str], out: Path, banks: Path | None = None, limit: int = 2
 ) -> list[Any]:
     """Return answers, metrics without times, and accounts of four samples of `micro/memory`."""
-    spec = RunSpec(engine, "micro", "memart", None, "micro/memory", limit=2)
+    spec = RunSpec(engine, "micro", "memart", None, "micro/memory", limit=limit)
     spec = resolve(replace(spec, dtype="float32", device="cpu"), settings)
     with EngineShelf(banks) as shelf:
         run_one(spec, out, lambda *_: None, shelf)
