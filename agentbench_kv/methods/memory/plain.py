@@ -24,10 +24,13 @@ class PlainMemory(Memory):
     batch: int = param(2, "messages that are told at a time; 0 for a whole session", low=0)
     encoder: str = param("wordllama", "what finds them: wordllama, or a local encoder's folder")
     write_tokens: int = param(2000, "most tokens that the model writes at a time", low=1, rare=True)
+    # What a package tells the model first is the system message of all its requests.
     prefix: str = param(
-        "own", "what the package tells the model first: read for every request, or once",
-        choices=PREFIXES, rare=True,
-    )  # fmt: skip
+        "own",
+        "rows of the system message with its tools: each session's own, or cached once for all",
+        choices=PREFIXES,
+        rare=True,
+    )
 
     def below(self) -> Method:
         """Return the method that the engine itself runs."""
