@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 
 WEIGHTS = ("float32", "float16", "bfloat16", "float8")
 CACHES = (*WEIGHTS, "int8", "int4")
+IMPOSSIBLE = (
+    "above 100 % is a fault of the measurement, no speed: the times, the sessions in a step, the "
+    "dtypes or the machine's figures are wrong"
+)
 _HEADER = (
     "what", "sessions", "KV MB a session", "live", "GB to move", "GFLOP", "memory, ms",
     "compute, ms", "bound by", "limit, tok/s", "achieved, tok/s", "of the limit",
@@ -118,9 +122,12 @@ def _achieved_row(
         notes.append(f"the run's own record says it ran on {where}")
     if Path(run.model).name != decoder.name:
         notes.append(f"the run is of {Path(run.model).name}, the limit of {decoder.name}")
+    share = run.share(limit)
+    if share > 1:
+        notes.append(IMPOSSIBLE)
     return row | {
         "achieved_tokens_per_s": speed,
-        "share_of_limit": run.share(limit),
+        "share_of_limit": share,
         "notes": notes,
     }
 

@@ -299,6 +299,14 @@ def test_a_load_test_has_a_row_for_each_load(tmp_path: Path) -> None:
     assert [row["achieved_tokens_per_s"] for row in rows] == pytest.approx([2 / 0.011, 4 / 0.011])
 
 
+def test_a_share_above_the_whole_is_a_fault_of_the_measurement(tmp_path: Path) -> None:
+    store = RunStore(tmp_path / "runs")
+    with store.open("mine", {"method": "full", "model": "micro", "dtype": "float32"}) as run:
+        run.append_trial(trial(0, 100, 1e-6, 60.0, 100 * 9_000))
+    path = str(store.root / "mine")
+    assert "a fault of the measurement" in run_cli("--hardware", "h100", "--run", path).output
+
+
 def test_work_that_computes_more_than_it_moves_is_bound_by_it() -> None:
     machine = hardware.Hardware("m", 1.0, {"float32": 10.0}, "s")
     assert StepWork(1.0, 100.0).limit(machine, "float32").bound == "compute"
