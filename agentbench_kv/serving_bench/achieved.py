@@ -27,6 +27,14 @@ from agentbench_kv.serving_bench.roofline import (
 )
 
 
+_MEAN = "mean_concurrent_decodes"
+_ASSUMED = "sessions in a step: the mean of requests that decode at once"
+_AT_LEAST = (
+    "sessions in a step: those that decoded, over the whole time of an older measurement; there "
+    "were more while any did, so that its share of the limit is too low"
+)
+
+
 @dataclass(frozen=True)
 class Achieved:
     """Decoding as a run counted and timed it."""
@@ -118,7 +126,7 @@ def _loads(folder: ServingFolder) -> Iterator[Achieved]:
         read = [each for each in map(read_per_token, repeats) if each is not None]
         yield Achieved(
             name=f"{arm} {shape} {load}",
-            sessions=max(1.0, median("concurrency")),
+            sessions=statistics.median(map(_decoding, repeats)),
             rows=statistics.median(account["mean_decode_kv"] for account in accounts),
             seen=statistics.median(account["median_logical"] for account in accounts),
             step_s=median("median_tpot_ms") / 1e3,
@@ -126,5 +134,19 @@ def _loads(folder: ServingFolder) -> Iterator[Achieved]:
             read=statistics.median(read) if len(read) == len(repeats) else None,
             model=folder.plan.model,
             hardware=folder.provenance.get("hardware") or {},
-            assumed="sessions in a step: the mean of requests in flight",
+            assumed=_ASSUMED if all(_MEAN in each.figures for each in repeats) else _AT_LEAST,
         )
+
+
+def _decoding(measured: LoadMeasurement) -> float:
+    """Return how many requests were between first and last token, while any was.
+
+    Of measurements that did not count them: over the whole time, which is fewer.
+    """
+    figures = measured.figures
+    if _MEAN in figures:
+        return float(figures[_MEAN])
+    each_s = (figures.get("mean_e2el_ms", 0.0) - figures.get("mean_ttft_ms", 0.0)) / 1e3
+    whole_s = figures.get("duration") or 1.0
+    most = figures.get("max_concurrent_decodes") or 1
+    return float(max(1.0, min(most, figures.get("completed", 0) * each_s / whole_s)))

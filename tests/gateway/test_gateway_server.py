@@ -290,9 +290,12 @@ def test_other_machines_need_a_key(engine_of: EngineOf) -> None:
 
 
 def test_accepted_sockets_send_every_piece_at_once() -> None:
-    with listen("127.0.0.1", 0) as listener:
-        with socket.create_connection(listener.getsockname()), listener.accept()[0] as accepted:
-            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+    with (
+        listen("127.0.0.1", 0) as listener,
+        socket.create_connection(listener.getsockname()),
+        listener.accept()[0] as accepted,
+    ):
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

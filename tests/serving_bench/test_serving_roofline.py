@@ -290,7 +290,10 @@ def test_a_load_test_has_a_row_for_each_load(tmp_path: Path) -> None:
                 arm="full", shape="1k/64", load=load, repetition=repetition, place=0, date="",
                 backend="", model_id="", num_prompts=1, max_concurrency=2, request_rate="inf",
                 kv={"mean_decode_kv": 1000.0, "median_logical": 1064.0},
-                figures={"median_tpot_ms": 10.0 + 2 * repetition, "concurrency": float(load[1])},
+                figures={
+                    "median_tpot_ms": 10.0 + 2 * repetition, "concurrency": 9.0,
+                    "mean_concurrent_decodes": float(load[1]),
+                },
             )
         )  # fmt: skip
     found = run_cli("--hardware", "h100", "--run", str(tmp_path / "load"), "--json")
@@ -305,6 +308,30 @@ def test_a_share_above_the_whole_is_a_fault_of_the_measurement(tmp_path: Path) -
         run.append_trial(trial(0, 100, 1e-6, 60.0, 100 * 9_000))
     path = str(store.root / "mine")
     assert "a fault of the measurement" in run_cli("--hardware", "h100", "--run", path).output
+
+
+def test_requests_that_wait_are_in_no_step_of_an_older_measurement(tmp_path: Path) -> None:
+    plan = ServingPlan(
+        engine="vllm", model="micro", dtype="float32", arms=[ServingArm(name="full")],
+        shapes=["1k/64"], loads=["c8"], turns=1, tool_tokens=1, think_time_s=0.0,
+        sessions=None, warmup=0, repeats=1, seed=0,
+    )  # fmt: skip
+    folder = ServingFolder.create(tmp_path / "load", plan, {})
+    figures = {
+        "median_tpot_ms": 10.0, "concurrency": 8.0, "completed": 8, "duration": 8.0,
+        "mean_e2el_ms": 4500.0, "mean_ttft_ms": 2500.0, "max_concurrent_decodes": 4,
+    }  # fmt: skip
+    folder.add(
+        LoadMeasurement(
+            arm="full", shape="1k/64", load="c8", repetition=0, place=0, date="", backend="",
+            model_id="", num_prompts=1, max_concurrency=8, request_rate="inf", figures=figures,
+            kv={"mean_decode_kv": 1000.0, "median_logical": 1064.0},
+        )
+    )  # fmt: skip
+    found = run_cli("--hardware", "h100", "--run", str(tmp_path / "load"), "--json")
+    (row,) = json.loads(found.output)["rows"]
+    assert row["sessions"] == 2.0
+    assert "older measurement" in row["notes"][0]
 
 
 def test_work_that_computes_more_than_it_moves_is_bound_by_it() -> None:
@@ -328,7 +355,7 @@ def test_a_load_test_that_counted_its_bytes_is_held_against_them(tmp_path: Path)
             LoadMeasurement(
                 arm="full", shape="1k/64", load="c2", repetition=0, place=0, date="", backend="",
                 model_id="", num_prompts=1, max_concurrency=2, request_rate="inf", kv=kv,
-                figures={"median_tpot_ms": 10.0, "concurrency": 2.0},
+                figures={"median_tpot_ms": 10.0, "mean_concurrent_decodes": 2.0},
             )
         )  # fmt: skip
         found = run_cli("--hardware", "h100", "--run", str(tmp_path / "load"), "--json")
