@@ -26,7 +26,6 @@ from agentbench_kv.serving_bench.roofline import (
     session_bytes,
 )
 
-
 _MEAN = "mean_concurrent_decodes"
 _ASSUMED = "sessions in a step: the mean of requests that decode at once"
 _AT_LEAST = (

@@ -190,7 +190,7 @@ def _measure(
         target, sessions, load, vocabulary, seed, run.timeout_s, plan.time_scale, plan.goodput
     )
     with PoolWatch(server.engine) as pool:
-        result = measure_apart(job)
+        result = measure_apart(job, pool.begin)
     details = [{name: getattr(turn, name) for name in _DETAILS} for turn in result.requests]
     return LoadMeasurement(
         arm=arm.name,

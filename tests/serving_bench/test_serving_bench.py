@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,8 @@ class Fake:
         finally:
             self.running -= 1
 
-    def measure(self, job: LoadJob) -> JobResult:
+    def measure(self, job: LoadJob, warmed: Callable[[], None]) -> JobResult:
+        warmed()
         self.jobs.append((job.target.base, job))
         return JobResult({"output_throughput": 1.0, "failed": 0, "completed": 8}, None, {}, 0, [])
 
