@@ -145,14 +145,16 @@ def _add(
 
 def _share(folder: ServingFolder, machine: Path) -> float | None:
     """Return how near a cell's decoding came to the machine's limit; None if that is not known."""
-    measured = folder.measurements()
+    measured = [each for each in folder.measurements() if not each.failed]
     timed = all(each.kv and each.figures.get("median_tpot_ms") for each in measured)
     if not measured or not timed or not machine.is_file():
         return None
     (found,) = read_achieved(str(folder.path), folder.path)
-    work = found.work(read_decoder(model_path(found.model)), found.dtype)
+    kinds = found.kinds()
+    work = found.work(read_decoder(model_path(found.model)), **kinds)
     limits = read_hardware(machine)
-    measured_in = found.dtype if found.dtype in limits.products else next(iter(limits.products))
+    known = kinds["dtype"] in limits.products
+    measured_in = kinds["dtype"] if known else next(iter(limits.products))
     return found.share(work.limit(limits, measured_in))
 
 

@@ -85,7 +85,7 @@ def _talk(process: subprocess.Popen[bytes], job: bytes, warmed: Warmed) -> bytes
     return process.communicate(b"\n")[0]
 
 
-def measure(job: LoadJob, warmed: Warmed) -> JobResult:
+def measure(job: LoadJob, warmed: Warmed = lambda: None) -> JobResult:
     played = asyncio.run(play(job, warmed))
     errors = Counter(turn.error for turn in played.turns if turn.error)
     requests = [msgspec.structs.replace(turn, itls_s=[], ids=[]) for turn in played.turns]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,7 +31,7 @@ from agentbench_kv.serving_bench.jobs import (
     Workload,
 )
 from agentbench_kv.serving_bench.loadgen import JobResult
-from agentbench_kv.serving_bench.measurements import ServingArm, ServingPlan
+from agentbench_kv.serving_bench.measurements import ServingArm, ServingFolder, ServingPlan
 
 NAMES = ("full", "full-constrained", "agentkv")
 SHAPES = (SessionShape(100, 10), SessionShape(200, 10))
@@ -157,6 +158,63 @@ def test_what_was_measured_is_not_measured_again(fake: Fake, tmp_path: Path) -> 
     ((_, job),) = fake.jobs
     assert (shape_of(job), job.load) == (SHAPES[1], LOADS[0])
     assert [before for _, before in told].count(True) == 47
+
+
+def test_what_has_failed_requests_is_measured_again(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run = make_run(repeats=1)
+    figures = {"output_throughput": 1.0, "failed": 2, "completed": 6}
+    failing = JobResult(figures, None, {"HTTP 500": 2}, 0, [])
+    with monkeypatch.context() as broken:
+        broken.setattr(bench, "measure_apart", lambda *_: failing)
+        assert all(measured.failed for measured, _ in measure(run, tmp_path))
+    told = measure(run, tmp_path)
+    assert [(measured.failed, before) for measured, before in told] == [(0, False)] * 12
+    assert [before for _, before in measure(run, tmp_path)] == [True] * 12
+    assert len(fake.jobs) == 12
+
+
+def test_what_servers_by_url_may_know_is_never_sent_again(fake: Fake, tmp_path: Path) -> None:
+    arms = [ServingArm(name=name, url=f"http://{name}") for name in ("a", "b")]
+    run = make_run(arms=arms, engine="url", repeats=1)
+    seeds = []
+    for folder in ("one", "one", "two"):
+        measure(run, tmp_path / folder)
+        seeds.append({job.seed for _, job in fake.jobs})
+        assert len(seeds[-1]) == 4  # the same for both arms
+        fake.jobs.clear()
+        for path in (tmp_path / folder).glob("rep*.json"):
+            path.unlink()
+    assert len(set().union(*seeds)) == 12
+
+
+def test_a_folder_without_a_salt_goes_on_as_it_began(fake: Fake, tmp_path: Path) -> None:
+    run = make_run(arms=[ServingArm(name="a", url="http://a")], engine="url", repeats=1)
+    measure(run, tmp_path / "new")
+    plan = json.loads((tmp_path / "new" / "serving.json").read_text())
+    assert plan.pop("salt")
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "serving.json").write_text(json.dumps(plan))
+    fake.jobs.clear()
+    measure(run, tmp_path / "old")
+    cells = zip(fake.jobs, [(s, load) for s in SHAPES for load in LOADS], strict=True)
+    for (_, job), (shape, load) in cells:
+        assert job.seed == bench._seed(0, 0, shape.label, load.label)
+
+
+def test_every_measurement_says_where_it_was_made(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert fake.jobs == []
+    for commit in ("a", "b"):
+        monkeypatch.setattr(bench, "environment", lambda commit=commit: {"git_commit": commit})
+        measure(make_run(repeats=1), tmp_path)
+        for path in tmp_path.glob("rep01-full-1*.json"):
+            if commit == "a":
+                path.unlink()
+    found = ServingFolder.read(tmp_path).measurements()
+    assert {each.provenance["git_commit"] for each in found} == {"a", "b"}
 
 
 def test_a_session_longer_than_the_context_is_refused(

@@ -51,6 +51,7 @@ GPT_OSS_20B = QWEN3_8B | {
     "max_position_embeddings": 131072,
     "layer_types": ["sliding_attention", "full_attention"] * 12,
 }  # fmt: skip
+PLAIN = {"failed": 0, "output_throughput": 1.0}
 BF16 = {"dtype": "bfloat16", "kv_dtype": "bfloat16"}
 
 
@@ -292,7 +293,8 @@ def test_a_load_test_has_a_row_for_each_load(tmp_path: Path) -> None:
                 kv={"mean_decode_kv": 1000.0, "median_logical": 1064.0},
                 figures={
                     "median_tpot_ms": 10.0 + 2 * repetition, "concurrency": 9.0,
-                    "mean_concurrent_decodes": float(load[1]),
+                    "mean_concurrent_decodes": float(load[1]), "failed": 0,
+                    "output_throughput": 1.0,
                 },
             )
         )  # fmt: skip
@@ -318,7 +320,7 @@ def test_requests_that_wait_are_in_no_step_of_an_older_measurement(tmp_path: Pat
     )  # fmt: skip
     folder = ServingFolder.create(tmp_path / "load", plan, {})
     figures = {
-        "median_tpot_ms": 10.0, "concurrency": 8.0, "completed": 8, "duration": 8.0,
+        **PLAIN, "median_tpot_ms": 10.0, "concurrency": 8.0, "completed": 8, "duration": 8.0,
         "mean_e2el_ms": 4500.0, "mean_ttft_ms": 2500.0, "max_concurrent_decodes": 4,
     }  # fmt: skip
     folder.add(
@@ -332,6 +334,95 @@ def test_requests_that_wait_are_in_no_step_of_an_older_measurement(tmp_path: Pat
     (row,) = json.loads(found.output)["rows"]
     assert row["sessions"] == 2.0
     assert "older measurement" in row["notes"][0]
+
+
+def loads_folder(path: Path, accounts: list[dict[str, Any]], **changes: Any) -> Path:
+    """Write a folder of a measurement for each KV account; figures of it may stand there, too."""
+    fields: dict[str, Any] = {
+        "engine": "vllm", "model": "micro", "dtype": "float32", "arms": [ServingArm(name="full")],
+        "shapes": ["1k/64"], "loads": ["c2"], "turns": 1, "tool_tokens": 1, "think_time_s": 0.0,
+        "sessions": None, "warmup": 0, "repeats": len(accounts), "seed": 0,
+    }  # fmt: skip
+    folder = ServingFolder.create(path, ServingPlan(**fields | changes), {})
+    for number, account in enumerate(accounts):
+        figures = PLAIN | {"median_tpot_ms": 10.0, "mean_concurrent_decodes": 2.0}
+        figures |= {name: value for name, value in account.items() if name in figures}
+        folder.add(
+            LoadMeasurement(
+                arm="full", shape="1k/64", load="c2", repetition=number, place=0, date="",
+                backend="", model_id="", num_prompts=1, max_concurrency=2, request_rate="inf",
+                kv=account, figures=figures,
+            )
+        )  # fmt: skip
+    return path
+
+
+ACCOUNT = {"mean_decode_kv": 1000.0, "median_logical": 1064.0}
+
+
+def rows_of(*words: str) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = json.loads(run_cli("--hardware", "h100", *words, "--json").output)[
+        "rows"
+    ]
+    return rows
+
+
+def test_each_run_is_counted_in_its_own_dtypes(tmp_path: Path) -> None:
+    arm = ServingArm(name="full", kv_dtype="fp8_e4m3")
+    plain = loads_folder(tmp_path / "a", [ACCOUNT])
+    half = loads_folder(tmp_path / "b", [ACCOUNT], dtype="bfloat16", arms=[arm])
+    rows = rows_of("--run", str(plain), "--run", str(half))
+    decoder = read_decoder(model_path("micro"))
+    kinds = [("float32", "float32"), ("bfloat16", "float8")]
+    assert [(row["dtype"], row["kv_dtype"]) for row in rows] == kinds
+    assert [row["bytes"] for row in rows] == [
+        decode_step(decoder, 2, 1000.0, 1064.0, dtype=weights, kv_dtype=cache).bytes
+        for weights, cache in kinds
+    ]
+    (asked,) = rows_of("--run", str(plain), "--dtype", "bfloat16")
+    assert "ran in float32; --dtype bfloat16 was asked for" in str(asked["notes"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"dtype": None}, "--dtype is needed: nothing says it"),
+        ({"arms": [ServingArm(name="full", kv_dtype="kivi2")]}, "--kv-dtype is needed: it says"),
+    ],
+)
+def test_a_dtype_that_nothing_says_is_asked_for(
+    tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
+    path = loads_folder(tmp_path / "a", [ACCOUNT], **changes)
+    error = run_cli("--hardware", "h100", "--run", str(path)).exception
+    assert isinstance(error, UsageError)
+    assert said in str(error)
+    assert rows_of("--run", str(path), "--dtype", "float32", "--kv-dtype", "int4")
+
+
+def test_folders_below_the_one_that_is_named_are_read(tmp_path: Path) -> None:
+    for name in "ab":
+        loads_folder(tmp_path / "out" / name, [ACCOUNT])
+    assert len(rows_of("--run", str(tmp_path / "out"))) == 2
+
+
+def test_repetitions_with_failed_requests_are_left_out(tmp_path: Path) -> None:
+    broken = ACCOUNT | {"failed": 3, "median_tpot_ms": 999.0}
+    path = loads_folder(tmp_path / "a", [ACCOUNT, broken])
+    (row,) = rows_of("--run", str(path))
+    assert row["achieved_tokens_per_s"] == pytest.approx(200)
+    assert "left out: 1 measurements that have failed requests" in row["notes"]
+    path = loads_folder(tmp_path / "b", [broken])
+    error = run_cli("--hardware", "h100", "--run", str(path)).exception
+    assert isinstance(error, UsageError)
+    assert "no measurement without failed requests" in str(error)
+
+
+def test_an_account_without_a_count_is_named(tmp_path: Path) -> None:
+    path = loads_folder(tmp_path / "a", [{"median_logical": 5.0}])
+    error = run_cli("--hardware", "h100", "--run", str(path)).exception
+    assert isinstance(error, UsageError)
+    assert "rep01-full-1k-64-c2.json has no kv.mean_decode_kv" in str(error)
 
 
 def test_work_that_computes_more_than_it_moves_is_bound_by_it() -> None:
@@ -355,7 +446,7 @@ def test_a_load_test_that_counted_its_bytes_is_held_against_them(tmp_path: Path)
             LoadMeasurement(
                 arm="full", shape="1k/64", load="c2", repetition=0, place=0, date="", backend="",
                 model_id="", num_prompts=1, max_concurrency=2, request_rate="inf", kv=kv,
-                figures={"median_tpot_ms": 10.0, "mean_concurrent_decodes": 2.0},
+                figures={"median_tpot_ms": 10.0, "mean_concurrent_decodes": 2.0} | PLAIN,
             )
         )  # fmt: skip
         found = run_cli("--hardware", "h100", "--run", str(tmp_path / "load"), "--json")
