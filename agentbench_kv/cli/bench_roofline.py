@@ -72,8 +72,7 @@ def roofline(hardware: str | None, model: str, as_json: bool, **options: Any) ->
         rows = _predicted(decoder, machine, dtype, options)
     if as_json:
         about = {"hardware": machine_document(machine), "model": document(decoder)}
-        about |= {"dtype": ", ".join(dtypes)}
-        opt.print_json({**about, "prediction": not found, "rows": rows})
+        opt.print_json({**about, "dtype": ", ".join(dtypes), "prediction": not found, "rows": rows})
         return
     for name, each in machines.items():
         click.echo(f"{each.name}: {each.said(name)}")

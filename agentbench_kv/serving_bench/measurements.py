@@ -260,11 +260,11 @@ class ServingFolder:
     def read(cls, path: Path) -> Self:
         """Open a folder; a UsageError if it holds no plan that can be read."""
 
-        def parse(said: dict[str, Any]) -> Self:
+        def parse(said: dict[str, Any]) -> tuple[ServingPlan, Mapping[str, Any], str]:
             about = said.get("provenance", {}), str(said.get("salt", ""))
-            return cls(path, ServingPlan.model_validate(said), *about)
+            return ServingPlan.model_validate(said), *about
 
-        return _read(path / PLAN, parse)
+        return cls(path, *_read(path / PLAN, parse))
 
     def attempt(self, repetition: int) -> int:
         """Count how often a repetition was begun: what is sent now was not sent before."""

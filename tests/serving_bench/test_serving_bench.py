@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from agentbench_kv.budget import Budget
+from agentbench_kv.cli import kvbench
+from agentbench_kv.engines.embedded.model import model_path
 from agentbench_kv.errors import PrerequisiteError, UsageError
 from agentbench_kv.serving_bench import bench
 from agentbench_kv.serving_bench.bench import (
@@ -215,6 +218,43 @@ def test_every_measurement_says_where_it_was_made(
                 path.unlink()
     found = ServingFolder.read(tmp_path).measurements()
     assert {each.provenance["git_commit"] for each in found} == {"a", "b"}
+
+
+def by_url(*words: str) -> Any:
+    asked = ("bench", "serving", "--url", "a=http://a", "--concurrency", "4", "--sessions", "4")
+    return CliRunner().invoke(kvbench, [*asked, "--repeats", "1", "--quiet", "--json", *words])
+
+
+def test_a_load_test_that_nothing_answered_has_failed(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    figures = {"output_throughput": 0.0, "failed": 4, "completed": 0}
+    failing = JobResult(figures, None, {"HTTP 500: no": 4}, 0, [])
+    words = ("--vocab", "100", "--shape", "100/10", "--out", str(tmp_path))
+    with monkeypatch.context() as broken:
+        broken.setattr(bench, "measure_apart", lambda *_: failing)
+        done = by_url(*words)
+    assert done.exit_code == 1
+    said = "error: no request was answered: a, 100/10, c4: 4 of 4 requests failed: HTTP 500: no"
+    assert done.stderr.splitlines()[-1] == said
+    assert by_url(*words).exit_code == 0
+    assert len(fake.jobs) == 1
+
+
+def test_what_ids_are_drawn_from_is_part_of_the_plan(fake: Fake, tmp_path: Path) -> None:
+    words = ("--shape", "100/10", "--out", str(tmp_path))
+    paths = []
+    for vocabulary in (
+        ("--vocab", "100"),
+        ("--vocab", "200"),
+        ("--tokenizer", model_path("micro")),
+    ):
+        done = by_url(*words, *map(str, vocabulary))
+        assert done.exit_code == 0, done.output
+        document = json.loads(done.stdout)
+        assert document["plan"]["model"] == "m"  # the server's own, not --model's default
+        paths.append(document["path"])
+    assert len(set(paths)) == len(fake.jobs) == 3
 
 
 def test_a_session_longer_than_the_context_is_refused(
