@@ -150,6 +150,54 @@ def test_shared_experts_and_dense_layers_are_common(tmp_path: Path) -> None:
     assert found.common == 4 * attention + 2 * router + 2 * dense
 
 
+FOREIGN = QWEN3_8B | {"model_type": "foo", "num_hidden_layers": 4, "moe_layer_freq": 1}
+ATTENTION = 41_943_040  # of a layer
+
+
+@pytest.mark.parametrize(
+    ("change", "sparse", "shared"),
+    [
+        ({"moe_num_experts": 64, "moe_k": 6}, 4, 0),
+        ({"num_experts": 64, "moe_topk": 6, "num_dense_layers": 3, "num_shared_experts": 2}, 1, 32),
+        ({"num_local_experts": 64, "num_experts_per_tok": 6, "shared_intermediate_size": 8}, 4, 8),
+        ({"moe_num_experts": 64, "moe_k": 6, "moe_layer_start_index": 1, "moe_layer_end_index": 2,
+          "moe_num_shared_experts": 1, "moe_norm_min": 1e-12}, 2, 16),
+    ],
+)  # fmt: skip
+def test_mixtures_under_their_other_names(
+    change: dict[str, Any], sparse: int, shared: int, tmp_path: Path
+) -> None:
+    found = decoder_of(tmp_path / "m", FOREIGN | {"moe_intermediate_size": 16} | change)
+    assert (found.experts, found.chosen, found.expert_layers) == (64, 6, sparse)
+    assert found.expert == 3 * 4096 * 16
+    beside = 4096 * 64 + 3 * 4096 * shared
+    dense = 3 * 4096 * 12288
+    assert found.common == 4 * ATTENTION + sparse * beside + (4 - sparse) * dense
+
+
+@pytest.mark.parametrize("family", ["apertus", "arcee"])
+def test_families_without_a_gate_have_two_matrices(family: str, tmp_path: Path) -> None:
+    found = decoder_of(tmp_path / "m", FOREIGN | {"model_type": family})
+    assert found.common == 4 * (ATTENTION + 2 * 4096 * 12288)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"num_experts": 8}, "m has 8 experts and does not say how many a token chooses"),
+        ({"num_experts": [1, 2]}, r"num_experts is \[1, 2\]"),
+        ({"num_experts": 8, "moe_k": 2, "zero_expert_num": 4}, r"what zero_expert_num \(4\) says"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq"),
+        ({"vocab_size": None}, "no vocab_size"),
+    ],
+)
+def test_what_sizes_cannot_be_read_from_is_one_line(
+    change: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError, match=said):
+        decoder_of(tmp_path / "m", FOREIGN | change)
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [({"kv_lora_rank": 512}, "MLA"), ({"layer_types": ["linear_attention"] * 36}, "state")],
@@ -230,7 +278,9 @@ def test_a_file_describes_a_machine(tmp_path: Path) -> None:
     path.write_text('{"name": "mine", "gb_per_s": 100, "tflops": {"float32": 1}, "source": "me"}')
     found = hardware.find_hardware(str(path), "float32")
     assert (found.bytes_per_s, found.rate("float32")) == (1e11, 1e12)
-    for text in ('{"name": "x"}', "[]", '{"name": "x", "gb_per_s": 0, "tflops": {}, "source": ""}'):
+    for text in ('{"name": "x"}', "[]", '{"name": "x", "gb_per_s": 0, "tflops": {}, "source": ""}',
+                 *(f'{{"name": "x", "gb_per_s": {speed}, "tflops": {{"float32": 1}}, "source": ""}}'
+                   for speed in ("1e308", "NaN", "Infinity"))):  # fmt: skip
         path.write_text(text)
         with pytest.raises(UsageError, match="mine"):
             hardware.find_hardware(str(path), "float32")
