@@ -57,7 +57,8 @@ _NOTES = (
     "base: full@prefix where the engine has it; on vLLM and SGLang full is as shipped, with their "
     "prefix cache",
     "of the roofline: a decode step's limit, of the machine measured at the beginning of the "
-    "repetition, over the median time per token; between two steps other sessions may be prefilled",
+    "repetition, over the median time per token; between two steps other sessions may be "
+    "prefilled; of the sessions that decode at once, in older cells over the whole time",
 )
 
 
