@@ -36,7 +36,6 @@ from agentbench_kv.errors import KVBenchError, UsageError
 from agentbench_kv.results.files import json_bytes, write_atomic
 from agentbench_kv.results.tables.formats import FORMATS
 from agentbench_kv.results.tables.model import slug
-from agentbench_kv.serving_bench.hardware import document, measure_hardware
 from agentbench_kv.serving_bench.jobs import K
 
 KVBENCH = (sys.executable, "-c", "from agentbench_kv.cli import main; main()")
@@ -47,6 +46,10 @@ _QUANTISED = {"embedded": "int8", "vllm": "fp8", "sglang": "fp8_e4m3", "llamacpp
 _OTHER_DTYPES = {("llamacpp", "bfloat16"): "float16"}  # the nearest that an engine has
 # As shipped, which `full` is there, they have a prefix cache; this is the plug-in's.
 _SHARED = dict.fromkeys(("vllm", "sglang"), "full-constrained,prefix=shared")
+_MACHINE = (
+    "import json, sys; from agentbench_kv.serving_bench.hardware import document, measure_hardware;"
+    "print(json.dumps(document(measure_hardware(sys.argv[1], 'cpu'))))"
+)
 _STOP_S = 120.0
 _ABOUT = "about.json"
 
@@ -137,8 +140,7 @@ def command_of(cell: Cell, args: argparse.Namespace, longest: int) -> list[str]:
     words += ["--alone", *cell.arm.words, "--sessions", str(args.sessions)]
     words += ["--concurrency", str(args.concurrency), "--warmup", "0"]
     words += ["--repeats", "1", "--no-exact-calls", "--timeout", str(args.timeout)]
-    asked = [pair.split(":", 1) for pair in args.engine_arg]
-    own = dict(pair.split("=", 1) for name, pair in asked if name == cell.engine)
+    own = own_of(args, cell.engine)["engine_arg"]
     for name, value in (sizes.get(cell.engine, {}) | own).items():
         words += ["--engine-arg", f"{name}={value}"]
     return [*words, "--out", str(cell.folder), "--quiet", "--json"]
@@ -217,7 +219,26 @@ def prepared(args: argparse.Namespace) -> Iterator[tuple[Path, str, int, int]]:
         elif known["settings"] != same:
             was = ", ".join(f"--{name} {value}" for name, value in known["settings"].items())
             raise UsageError(f"{place} was measured with {was}; choose another --out")
+        _same_of_engines(about, known, args)
         yield place, model, prompt, int(known["longest"])
+
+
+def _same_of_engines(about: Path, known: dict[str, Any], args: argparse.Namespace) -> None:
+    """Note what each engine gets of its own, or refuse other than what it got before."""
+    noted = known.setdefault("engines", {})
+    for engine in args.engine:
+        own = own_of(args, engine)
+        if noted.setdefault(engine, own) != own:
+            was = [
+                f"--{option.replace('_', '-')} {engine}:{name}={value}"
+                for option, pairs in noted[engine].items()
+                for name, value in pairs.items()
+            ]
+            raise UsageError(
+                f"{engine} in {about.parent} was measured with {', '.join(was) or 'nothing'} of "
+                "its own; choose another --out"
+            )
+    write_atomic(about, json_bytes(known, indent=2))
 
 
 def run(args: argparse.Namespace) -> None:
@@ -229,8 +250,9 @@ def run(args: argparse.Namespace) -> None:
     for number, cell in enumerate(plan, start=1):
         if not cell.due(retry=args.retry):
             continue
-        _measure_machine(cell.place / HARDWARE.format(cell.repetition + 1), args.dtype)
-        own = dict(pair.split(":", 1)[1].split("=", 1) for pair in _of(args.env, cell.engine))
+        machine = cell.place / HARDWARE.format(cell.repetition + 1)
+        _measure_machine(machine, args.dtype, environment)
+        own = own_of(args, cell.engine)["env"]
         command = command_of(cell, args, places[cell.place][2])
         found = measure(cell, command, environment | own)
         said = found.get("error") or f"{found['wall_s']:.0f} s"
@@ -253,14 +275,30 @@ def time_left(plan: Sequence[Cell], rest: Sequence[Cell]) -> str:
     return f"{len(missing)} left, {least}{hours:.1f} h"
 
 
-def _of(pairs: Sequence[str], engine: str) -> list[str]:
-    return [pair for pair in pairs if pair.partition(":")[0] in (engine, "all")]
+def own_of(args: argparse.Namespace, engine: str) -> dict[str, dict[str, str]]:
+    """Return what an engine gets of its own: `env` and `engine_arg`."""
+    found: dict[str, dict[str, str]] = {"env": {}, "engine_arg": {}}
+    for option, own in found.items():
+        for each in getattr(args, option):
+            name, _, text = each.partition(":")
+            if name in (engine, "all"):
+                key, _, own[key] = text.partition("=")
+    return found
 
 
-def _measure_machine(path: Path, dtype: str) -> None:
-    """Measure the machine's limits once a repetition: its speed drifts."""
-    if not path.is_file():
-        write_atomic(path, json_bytes(document(measure_hardware(dtype, "cpu")), indent=2))
+def _measure_machine(path: Path, dtype: str, environment: dict[str, str]) -> None:
+    """Measure the machine's limits once a repetition, whose speed drifts, as cells are measured.
+
+    In a process of its own: threads are counted when one begins.
+    """
+    if path.is_file():
+        return
+    command = [sys.executable, "-c", _MACHINE, dtype]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        why = done.stderr.strip().splitlines() or ["it said nothing"]
+        raise UsageError(f"the machine's limits cannot be measured: {why[-1]}")
+    write_atomic(path, json_bytes(json.loads(done.stdout), indent=2))
 
 
 def table(args: argparse.Namespace) -> None:

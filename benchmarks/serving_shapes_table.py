@@ -57,7 +57,8 @@ _NOTES = (
     "base: full@prefix where the engine has it; on vLLM and SGLang full is as shipped, with their "
     "prefix cache",
     "of the roofline: a decode step's limit, of the machine measured at the beginning of the "
-    "repetition, over the median time per token; between two steps other sessions may be prefilled",
+    "repetition, over the median time per token; between two steps other sessions may be "
+    "prefilled; of the sessions that decode at once, in older cells over the whole time",
 )
 
 
@@ -145,14 +146,16 @@ def _add(
 
 def _share(folder: ServingFolder, machine: Path) -> float | None:
     """Return how near a cell's decoding came to the machine's limit; None if that is not known."""
-    measured = folder.measurements()
+    measured = [each for each in folder.measurements() if not each.failed]
     timed = all(each.kv and each.figures.get("median_tpot_ms") for each in measured)
     if not measured or not timed or not machine.is_file():
         return None
     (found,) = read_achieved(str(folder.path), folder.path)
-    work = found.work(read_decoder(model_path(found.model)), found.dtype)
+    kinds = found.kinds()
+    work = found.work(read_decoder(model_path(found.model)), **kinds)
     limits = read_hardware(machine)
-    measured_in = found.dtype if found.dtype in limits.products else next(iter(limits.products))
+    known = kinds["dtype"] in limits.products
+    measured_in = kinds["dtype"] if known else next(iter(limits.products))
     return found.share(work.limit(limits, measured_in))
 
 

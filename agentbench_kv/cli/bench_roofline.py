@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 
 WEIGHTS = ("float32", "float16", "bfloat16", "float8")
 CACHES = (*WEIGHTS, "int8", "int4")
+IMPOSSIBLE = (
+    "above 100 % is a fault of the measurement, no speed: the times, the sessions in a step, the "
+    "dtypes or the machine's figures are wrong"
+)
 _HEADER = (
     "what", "sessions", "KV MB a session", "live", "GB to move", "GFLOP", "memory, ms",
     "compute, ms", "bound by", "limit, tok/s", "achieved, tok/s", "of the limit",
@@ -56,17 +60,22 @@ def roofline(hardware: str | None, model: str, as_json: bool, **options: Any) ->
     found = [
         each for run in options["runs"] for each in achieved.read_achieved(run, options["out"])
     ]
-    dtype = options["dtype"] or (found[0].dtype if found else "bfloat16")
-    machine = find_hardware(hardware, dtype)
+    asked = options["dtype"], options["kv_dtype"]
+    kinds = [each.kinds(*asked) for each in found]
+    dtypes = dict.fromkeys([kind["dtype"] for kind in kinds] or [asked[0] or "bfloat16"])
+    machines = {dtype: find_hardware(hardware, dtype) for dtype in dtypes}
+    machine, dtype = next(iter(machines.values())), next(iter(dtypes))
     if found:
-        rows = [_achieved_row(each, decoder, machine, dtype, options["kv_dtype"]) for each in found]
+        pairs = zip(found, kinds, strict=True)
+        rows = [_achieved_row(run, decoder, machines[own["dtype"]], own) for run, own in pairs]
     else:
         rows = _predicted(decoder, machine, dtype, options)
     if as_json:
         about = {"hardware": machine_document(machine), "model": document(decoder)}
-        opt.print_json({**about, "dtype": dtype, "prediction": not found, "rows": rows})
+        opt.print_json({**about, "dtype": ", ".join(dtypes), "prediction": not found, "rows": rows})
         return
-    click.echo(f"{machine.name}: {machine.said(dtype)}")
+    for name, each in machines.items():
+        click.echo(f"{each.name}: {each.said(name)}")
     click.echo(_what_it_is(machine, found))
     click.echo(f"| {' | '.join(_HEADER)} |\n|---|{'--:|' * (len(_HEADER) - 1)}")
     for row in rows:
@@ -105,11 +114,11 @@ def _predicted(
 
 
 def _achieved_row(
-    run: Achieved, decoder: Decoder, machine: Hardware, dtype: str, kv_dtype: str | None
+    run: Achieved, decoder: Decoder, machine: Hardware, kinds: dict[str, str]
 ) -> dict[str, Any]:
-    work = run.work(decoder, dtype, kv_dtype)
-    limit = work.limit(machine, dtype)
-    held = run.held(decoder, kv_dtype or dtype), run.rows
+    work = run.work(decoder, **kinds)
+    limit = work.limit(machine, kinds["dtype"])
+    held = run.held(decoder, kinds["kv_dtype"]), run.rows
     row = _row(f"decode: {run.name}", run.sessions, held, work, limit, run.sessions)
     speed = run.sessions / run.step_s
     notes = [run.assumed] if run.assumed else []
@@ -118,9 +127,17 @@ def _achieved_row(
         notes.append(f"the run's own record says it ran on {where}")
     if Path(run.model).name != decoder.name:
         notes.append(f"the run is of {Path(run.model).name}, the limit of {decoder.name}")
+    if run.dtype not in (None, kinds["dtype"]):
+        notes.append(f"{run.name} ran in {run.dtype}; --dtype {kinds['dtype']} was asked for")
+    if run.left_out:
+        notes.append(f"left out: {run.left_out} measurements that have failed requests")
+    share = run.share(limit)
+    if share > 1:
+        notes.append(IMPOSSIBLE)
     return row | {
+        **kinds,
         "achieved_tokens_per_s": speed,
-        "share_of_limit": run.share(limit),
+        "share_of_limit": share,
         "notes": notes,
     }
 

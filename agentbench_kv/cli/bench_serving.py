@@ -143,8 +143,8 @@ def serving(out: Path, quiet: bool, as_json: bool, **options: Any) -> None:
     """Measure throughput and latency of sessions with several turns.
 
     Every repetition measures full, full-constrained and the methods, in rotated order. Figures go
-    to a folder below --out as they come; the same command goes on where it stopped, and
-    kvbench report shows the folder again.
+    to a folder below --out as they come; the same command goes on where it stopped, measures
+    again what has failed requests, and kvbench report shows the folder again.
 
     \b
     kvbench bench serving --budget 512 --shape 2k/256 --concurrency 4 --concurrency 8
@@ -155,6 +155,10 @@ def serving(out: Path, quiet: bool, as_json: bool, **options: Any) -> None:
     path = folder_of(run.plan, out)
     summary = measure_serving(run, path, lambda *news: None if quiet else _tell(run.plan, *news))
     _show(summary, path, as_json)
+    if unanswered := [cell for cell in summary.cells if not cell.answered]:
+        said = (f"{each.arm}, {each.shape}, {each.load}: {each.reasons[0]}" for each in unanswered)
+        click.echo("error: no request was answered: " + "; ".join(said), err=True)
+        raise SystemExit(1)
 
 
 def _run(options: dict[str, Any]) -> ServingRun:
@@ -278,6 +282,9 @@ def _plan(
         if options["pool_mb"]:
             raise UsageError("--pool-mb is for engines started here")
         about = {"engine": "url", "model": model, "weights": "unknown", "wire": wire}
+        folder = options["tokenizer"]
+        about |= {"tokenizer": str(folder) if folder else None}
+        shared |= {"vocab": None if folder else options["vocab"]}
         return ServingPlan(**about, arms=url_arms(options["urls"]), **shared)
     if wire != "gateway":
         raise UsageError("--wire is for servers at --url; engines started here speak as gateway")

@@ -45,7 +45,7 @@ def trace(
     """  # noqa: D301  \b is click's mark for "do not wrap"
     from agentbench_kv.serving_bench.agent_trace import agent_sessions
     from agentbench_kv.serving_bench.bench import recorded_messages, trace_figures
-    from agentbench_kv.serving_bench.trace import read_trace, scaled, write_trace
+    from agentbench_kv.serving_bench.trace import RESIZED, read_trace, scaled, write_trace
 
     notes: tuple[str, ...] = ()
     if source is None:
@@ -54,6 +54,8 @@ def trace(
         read = read_trace(source, recorded_messages(model)).first(sessions)
         made, notes = list(read.sessions), read.notes
     if token_scale != 1:
+        recorded = any(call.ids for session in made for call in session.calls)
+        notes = (RESIZED,) if recorded else notes
         made = [scaled(session, token_scale) for session in made]
     write_trace(path, made)
     found = trace_figures(read_trace(path))

@@ -430,6 +430,10 @@ class Engine(ABC):
         """
         return None
 
+    def drop_prefixes(self) -> None:
+        """Drop the shared prefixes that no session reads; an engine without them has none."""
+        return
+
     def progress(self) -> int | None:
         """Return a number that changes with every piece of work done.
 

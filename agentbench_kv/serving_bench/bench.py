@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import msgspec
@@ -89,16 +89,19 @@ def folder_of(plan: ServingPlan, out: Path) -> Path:
 
 
 def measure_serving(run: ServingRun, path: Path, told: Told) -> ServingSummary:
-    """Measure what is missing of a plan, write every measurement as it ends, then the summary.
+    """Measure what is missing of a plan or failed, write each as it ends, then the summary.
 
     A KVBenchError if a server does not start or cannot be reached, or a session is longer than its
     context.
     """
     plan = run.plan
-    folder = ServingFolder.create(path, plan, environment())
+    here = environment()
+    folder = ServingFolder.create(path, plan, here)
     known = {measured.key: measured for measured in folder.measurements()}
     kept: dict[str, RunningServer] = {}
+    known = {key: measured for key, measured in known.items() if not measured.failed}
     judged = {measured.arm for measured in known.values() if measured.quality is not None}
+    fresh: dict[int, tuple[object, ...]] = {}
     with ExitStack() as all_servers:
         for repetition in range(plan.repeats):
             for place, arm in enumerate(rotated(plan.arms, repetition)):
@@ -111,6 +114,9 @@ def measure_serving(run: ServingRun, path: Path, told: Told) -> ServingSummary:
                         told(before, True)
                 if not missing:
                     continue
+                if repetition not in fresh:
+                    fresh[repetition] = _freshness(folder, repetition)
+                order = Order(repetition, place, fresh[repetition])
                 with ExitStack() as own:
                     server = kept.get(arm.name)
                     if server is None:
@@ -119,16 +125,30 @@ def measure_serving(run: ServingRun, path: Path, told: Told) -> ServingSummary:
                     if plan.together:
                         kept[arm.name] = server
                     for workload, load in missing:
-                        measured = _measure(run, arm, server, workload, load, (repetition, place))
+                        measured = _measure(run, arm, server, workload, load, order)
+                        beside: dict[str, Any] = {"provenance": here}
                         if run.recordings and arm.name not in judged:
                             judged.add(arm.name)
-                            quality = _quality(run, server)
-                            measured = measured.model_copy(update={"quality": quality})
+                            beside["quality"] = _quality(run, server)
+                        measured = measured.model_copy(update=beside)
                         folder.add(measured)
                         told(measured, False)
     summary = summarize_serving(plan, folder.measurements())
     folder.write_summary(summary.model_dump(mode="json"))
     return summary
+
+
+class Order(NamedTuple):
+    """When an arm is measured, and what no prompt of it was drawn with before."""
+
+    repetition: int
+    place: int  # of the arm in it
+    fresh: tuple[object, ...] = ()
+
+
+def _freshness(folder: ServingFolder, repetition: int) -> tuple[object, ...]:
+    """Return what makes a repetition's prompts new, for servers that may know those before."""
+    return (folder.salt, folder.attempt(repetition)) if folder.salt else ()
 
 
 def rotated(arms: Sequence[ServingArm], repetition: int) -> list[ServingArm]:
@@ -169,10 +189,10 @@ def _measure(
     server: RunningServer,
     workload: jobs.Workload | LoadTrace,
     load: jobs.Load,
-    order: tuple[int, int],
+    order: Order,
 ) -> LoadMeasurement:
-    """Measure an arm at one workload and load; `order` is the repetition, and its place there."""
-    plan, target, (repetition, place) = run.plan, server.target, order
+    """Measure an arm at one workload and load."""
+    plan, target = run.plan, server.target
     sessions = _planned(workload, load.sessions)
     if server.shortened is not None:
         sessions = sessions_of(server.shortened[: load.sessions], plan.think_time_s)
@@ -185,19 +205,19 @@ def _measure(
     vocabulary = server.vocabulary or run.vocabulary
     if vocabulary is None:
         raise UsageError("--url needs --tokenizer FOLDER or --vocab SIZE, to draw token ids from")
-    seed = _seed(plan.seed, repetition, workload.label, load.label)
+    seed = _seed(plan.seed, order.repetition, workload.label, load.label, *order.fresh)
     job = jobs.LoadJob(
         target, sessions, load, vocabulary, seed, run.timeout_s, plan.time_scale, plan.goodput
     )
     with PoolWatch(server.engine) as pool:
-        result = measure_apart(job)
+        result = measure_apart(job, pool.begin)
     details = [{name: getattr(turn, name) for name in _DETAILS} for turn in result.requests]
     return LoadMeasurement(
         arm=arm.name,
         shape=workload.label,
         load=load.label,
-        repetition=repetition,
-        place=place,
+        repetition=order.repetition,
+        place=order.place,
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         backend=f"{plan.engine}/{plan.wire}",
         model_id=target.model,
@@ -206,6 +226,7 @@ def _measure(
         request_rate=load.rate or "inf",
         server=server.about,
         pool_bytes=pool.peak,
+        random_prompts=not any(call.ids for session in sessions for call in session.calls),
         **msgspec.structs.asdict(result) | {"requests": details if run.detailed else None},
     )
 

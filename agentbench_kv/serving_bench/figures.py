@@ -54,6 +54,8 @@ def figures(
         "max_concurrent_decodes": most_at_once(firsts, ends),
         "concurrency": per_second(sum(t.latency_s for t in done)),
     }
+    if (decoding := covered(firsts, ends)) > 0:
+        found["mean_concurrent_decodes"] = sum(t.latency_s - t.ttft_s for t in done) / decoding
     if targets:
         good, whole = _good(done, targets, sessions)
         found |= {"request_goodput": per_second(good), "session_goodput": per_second(whole)}
@@ -119,6 +121,15 @@ def most_at_once(starts: Sequence[float], ends: Sequence[float]) -> int:
     """Return how many intervals overlap at most; one that ends as another starts does not."""
     steps = sorted([*((end, -1) for end in ends), *((start, 1) for start in starts)])
     return max(np.cumsum([step for _, step in steps], dtype=int).tolist(), default=0)
+
+
+def covered(starts: Sequence[float], ends: Sequence[float]) -> float:
+    """Return how long at least one of some intervals lasts."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(zip(starts, ends, strict=True)):
+        total += max(end - max(start, reached), 0.0)
+        reached = max(reached, end)
+    return total
 
 
 def _latencies(done: Sequence[TimedTurn]) -> dict[str, list[float]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -81,9 +82,10 @@ def read_hardware(path: Path) -> Hardware:
         raise UsageError(
             f"--hardware {path} has no {error}; expected name, gb_per_s, tflops and source"
         ) from None
-    if not products or min(speed, *products.values()) <= 0 or set(products) - set(DTYPES):
+    sound = all(0 < each < math.inf for each in (speed, *products.values()))
+    if not products or not sound or set(products) - set(DTYPES):
         raise UsageError(
-            f"--hardware {path}: expected figures above 0, tflops of {', '.join(DTYPES)}"
+            f"--hardware {path}: expected finite figures above 0, tflops of {', '.join(DTYPES)}"
         )
     return found
 

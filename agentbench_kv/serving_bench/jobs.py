@@ -90,6 +90,9 @@ class TraceSession(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
             raise ValueError("shared pieces are longer than the first prompt")
         if self.shared and self.calls[0].ids:
             raise ValueError("a first prompt has shared pieces or ids, not both")
+        times = [call.at_s for call in self.calls if call.at_s is not None]
+        if times != sorted(times):
+            raise ValueError("at_s of a call is before that of one before it")
 
     @property
     def shared_tokens(self) -> int:

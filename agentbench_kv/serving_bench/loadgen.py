@@ -14,6 +14,8 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
+from subprocess import PIPE
+from tempfile import TemporaryFile
 from typing import Any
 
 import aiohttp
@@ -34,6 +36,7 @@ _MOST_ERRORS = 5
 PlaySession = Callable[[int], Awaitable[list[TimedTurn]]]
 # When a session's next call may be sent, by `time.perf_counter`; asked when the last answer ended.
 Due = Callable[[TraceCall], float]
+Warmed = Callable[[], None]  # called when the warm-up is over, before any clock starts
 
 
 class JobResult(msgspec.Struct, frozen=True):
@@ -46,19 +49,44 @@ class JobResult(msgspec.Struct, frozen=True):
     requests: list[TimedTurn]  # every request, without its gaps and ids
 
 
-def measure_apart(job: LoadJob) -> JobResult:
-    """Play a job in a process of its own; `KVBenchError` if that process dies."""
+def measure_apart(job: LoadJob, warmed: Warmed) -> JobResult:
+    """Play a job in a process of its own, which waits for `warmed` when its warm-up is over.
+
+    `KVBenchError` if that process dies.
+    """
     command = [sys.executable, "-m", "agentbench_kv.serving_bench"]
-    done = subprocess.run(command, input=msgspec.json.encode(job), capture_output=True, check=False)
-    if done.returncode:
-        said = done.stderr.decode(errors="replace").strip().splitlines()
-        why = said[-1] if said else "it said nothing"
-        raise KVBenchError(f"the load generator ended with code {done.returncode}: {why}")
-    return msgspec.json.decode(done.stdout, type=JobResult)
+    with TemporaryFile() as said:
+        with subprocess.Popen(command, stdin=PIPE, stdout=PIPE, stderr=said) as process:
+            try:
+                result = _talk(process, msgspec.json.encode(job), warmed)
+            except BaseException:
+                process.kill()
+                raise
+        if process.returncode:
+            said.seek(0)
+            lines = said.read().decode(errors="replace").strip().splitlines()
+            why = lines[-1] if lines else "it said nothing"
+            raise KVBenchError(f"the load generator ended with code {process.returncode}: {why}")
+    return msgspec.json.decode(result, type=JobResult)
 
 
-def measure(job: LoadJob) -> JobResult:
-    played = asyncio.run(play(job))
+def _talk(process: subprocess.Popen[bytes], job: bytes, warmed: Warmed) -> bytes:
+    """Give a process its job, answer the line it says when it is warm, return its result."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with suppress(BrokenPipeError):  # it died, which its code says
+        process.stdin.write(job + b"\n")
+        process.stdin.flush()
+    if not process.stdout.readline():
+        with suppress(BrokenPipeError):
+            process.stdin.close()
+        return b""
+    warmed()
+    return process.communicate(b"\n")[0]
+
+
+def measure(job: LoadJob, warmed: Warmed = lambda: None) -> JobResult:
+    played = asyncio.run(play(job, warmed))
     errors = Counter(turn.error for turn in played.turns if turn.error)
     requests = [msgspec.structs.replace(turn, itls_s=[], ids=[]) for turn in played.turns]
     return JobResult(
@@ -78,8 +106,8 @@ class PlayedJob(msgspec.Struct, frozen=True):
     warmup_errors: list[str] = []
 
 
-async def play(job: LoadJob) -> PlayedJob:
-    """Warm up, then play the sessions."""
+async def play(job: LoadJob, warmed: Warmed = lambda: None) -> PlayedJob:
+    """Warm up, call `warmed`, which may take its time, then play the sessions."""
     load = job.load
     async with endpoints.open_client() as client:
         player = Player(client, job)
@@ -87,6 +115,7 @@ async def play(job: LoadJob) -> PlayedJob:
         warm_up = _sessions(job, player, job.seed + _WARMUP_SEED, cycle)
         measured = _sessions(job, player, job.seed, job.sessions)
         warm = await _closed(partial(warm_up, lambda _: 0.0), load.warmup, load.at_once)
+        warmed()
         began = time.perf_counter()
         if load.fixed_schedule:
             zero = min(session.start_s or 0.0 for session in job.sessions)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import secrets
 from collections.abc import Callable, Iterable, Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
@@ -16,13 +19,22 @@ from agentbench_kv.results.tables.model import slug
 
 PLAN = "serving.json"
 SUMMARY = "summary.json"
+_ATTEMPTS = "attempts.json"
 
 _RARE = (
     "trace",
     "time_scale",
     "goodput",
     "pool_mb",
+    "tokenizer",
+    "vocab",
 )  # later than the first plans, whose folders keep names
+_RATES = {
+    "request_throughput": ("completed",),
+    "output_throughput": ("total_output_tokens",),
+    "total_token_throughput": ("total_input_tokens", "total_output_tokens"),
+}
+_NEEDED = ("failed", "output_throughput")
 Parsed = TypeVar("Parsed")
 
 
@@ -98,6 +110,8 @@ class ServingPlan(BaseModel, frozen=True):
         None  # of cached rows, the same for every arm; None: the engine's choice
     )
     goodput: dict[str, float] = Field(default_factory=dict)  # ms that a good request keeps to
+    tokenizer: str | None = None  # folder whose ids are sent to servers by URL
+    vocab: int | None = None  # or the number that they are below
 
     def document(self) -> dict[str, Any]:
         """Return the plan as a folder records it; what few plans have, only of those."""
@@ -151,6 +165,26 @@ class LoadMeasurement(BaseModel, frozen=True, extra="forbid"):
     pool_bytes: int | None = None  # most of the KV memory that all sessions took up at once
     quality: Quality | None = None  # of the arm, in one of its measurements
     requests: list[dict[str, Any]] | None = None
+    random_prompts: bool | None = None  # drawn anew, so that no cache can know them
+    provenance: dict[str, Any] = Field(default_factory=dict)  # versions and hardware
+
+    @property
+    def origin(self) -> str:
+        """Where it was measured, in words and a digest: the machine, versions, commit."""
+        known = self.provenance
+        machine = known.get("hardware") or {}
+        commit = str(known.get("git_commit") or "")[:8]
+        words = (
+            machine.get("gpu") or machine.get("cpu") or "a machine unknown",
+            f"kvbench {known.get('kvbench') or 'unknown'}" + f" at {commit}" * bool(commit),
+        )
+        digest = hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode()).hexdigest()
+        return f"{', '.join(words)} ({digest[:6]})"
+
+    @property
+    def file_name(self) -> str:
+        name = slug(self.arm, self.shape, self.load)
+        return f"rep{self.repetition + 1:02d}-{name}.json"
 
     @property
     def key(self) -> tuple[str, str, str, int]:
@@ -169,7 +203,20 @@ class LoadMeasurement(BaseModel, frozen=True, extra="forbid"):
         """Read what `document` returned; a pydantic.ValidationError if it is something else."""
         own = {name: value for name, value in document.items() if name in cls.model_fields}
         rest = {name: value for name, value in document.items() if name not in own}
-        return cls.model_validate({"max_concurrency": None, **own, "figures": rest})
+        found = cls.model_validate({"max_concurrency": None, **own, "figures": rest})
+        return found.model_copy(update={"figures": found.figures | _rates(found.figures)})
+
+
+def _rates(figures: Mapping[str, float]) -> dict[str, float]:
+    """Return what totals and duration say of a file's rates, whatever stands there."""
+    seconds = figures.get("duration") or 0.0
+    if seconds <= 0:
+        return {}
+    return {
+        rate: sum(figures[total] for total in totals) / seconds
+        for rate, totals in _RATES.items()
+        if all(total in figures for total in totals)
+    }
 
 
 def read_per_token(measured: LoadMeasurement) -> float | None:
@@ -182,10 +229,13 @@ def read_per_token(measured: LoadMeasurement) -> float | None:
 class ServingFolder:
     """Measurements of one plan; `provenance` is versions and hardware."""
 
-    def __init__(self, path: Path, plan: ServingPlan, provenance: Mapping[str, Any]) -> None:
+    def __init__(
+        self, path: Path, plan: ServingPlan, provenance: Mapping[str, Any], salt: str = ""
+    ) -> None:
         self.path = path
         self.plan = plan
-        self.provenance = dict(provenance)
+        self.provenance = dict(provenance)  # of whoever began it
+        self.salt = salt  # of prompts for servers by URL, which may know those of other folders
 
     @classmethod
     def create(cls, path: Path, plan: ServingPlan, provenance: Mapping[str, Any]) -> Self:
@@ -197,33 +247,85 @@ class ServingFolder:
                     f"{path} holds measurements with other settings; choose another --out"
                 )
             return known
+        _refuse_alike(plan)
         with writing(path):
             path.mkdir(parents=True, exist_ok=True)
+        salt = secrets.token_hex(8) if any(arm.url for arm in plan.arms) else ""
         document = {**plan.document(), "provenance": dict(provenance)}
+        document |= {"salt": salt} if salt else {}
         write_atomic(path / PLAN, json_bytes(document, indent=2))
-        return cls(path, plan, provenance)
+        return cls(path, plan, provenance, salt)
 
     @classmethod
     def read(cls, path: Path) -> Self:
         """Open a folder; a UsageError if it holds no plan that can be read."""
-        return _read(
-            path / PLAN,
-            lambda said: cls(path, ServingPlan.model_validate(said), said.get("provenance", {})),
-        )
+
+        def parse(said: dict[str, Any]) -> tuple[ServingPlan, Mapping[str, Any], str]:
+            about = said.get("provenance", {}), str(said.get("salt", ""))
+            return ServingPlan.model_validate(said), *about
+
+        return cls(path, *_read(path / PLAN, parse))
+
+    def attempt(self, repetition: int) -> int:
+        """Count how often a repetition was begun: what is sent now was not sent before."""
+        path = self.path / _ATTEMPTS
+        counts: dict[str, int] = _read(path, lambda said: said) if path.is_file() else {}
+        number = counts.get(str(repetition), 0)
+        write_atomic(path, json_bytes({**counts, str(repetition): number + 1}))
+        return number
 
     def add(self, measurement: LoadMeasurement) -> Path:
-        name = slug(measurement.arm, measurement.shape, measurement.load)
-        path = self.path / f"rep{measurement.repetition + 1:02d}-{name}.json"
+        path = self.path / measurement.file_name
         write_atomic(path, json_bytes(measurement.document(), indent=2))
         return path
 
     def measurements(self) -> list[LoadMeasurement]:
-        """Return all measurements, by file name; a UsageError if a file is not one."""
-        paths = sorted(self.path.glob("rep*.json"))
-        return [_read(path, LoadMeasurement.from_document) for path in paths]
+        """Return all measurements, by file name, each with its provenance.
+
+        A UsageError if a file is not one, or not of this plan.
+        """
+        return [self._measurement(path) for path in sorted(self.path.glob("rep*.json"))]
+
+    def _measurement(self, path: Path) -> LoadMeasurement:
+        found = _read(path, LoadMeasurement.from_document)
+        if path.name != found.file_name:  # so that there is one of a key
+            raise UsageError(
+                f"{path} is {found.file_name} by what it holds; remove it, a copied file is no "
+                "other repetition"
+            )
+        if not 0 <= found.repetition < self.plan.repeats:
+            raise UsageError(
+                f"{path}: repetition {found.repetition + 1} of {self.plan.repeats}; remove it"
+            )
+        if lacking := [name for name in _NEEDED if name not in found.figures]:
+            raise UsageError(f"{path} has no {', '.join(lacking)}; remove it and measure it again")
+        if found.provenance:
+            return found
+        return found.model_copy(update={"provenance": self.provenance})
 
     def write_summary(self, document: Mapping[str, Any]) -> None:
         write_atomic(self.path / SUMMARY, json_bytes(document, indent=2))
+
+
+def served_model(plan: ServingPlan, measured: Iterable[LoadMeasurement]) -> str:
+    """Return the plan's model; of servers by URL, what they called theirs."""
+    if plan.engine != "url":
+        return plan.model
+    said = dict.fromkeys(each.model_id.rstrip("/") for each in measured)
+    return " + ".join(said) or plan.model
+
+
+def _refuse_alike(plan: ServingPlan) -> None:
+    """Refuse a plan two of whose measurements would have one label or file."""
+    seen: dict[str, str] = {}
+    for arm, shape, load in product([arm.name for arm in plan.arms], plan.shapes, plan.loads):
+        name, label = slug(arm, shape, load), f"{arm}, {shape}, {load}"
+        if name in seen:
+            raise UsageError(
+                f"{seen[name]!r} and {label!r} would share a file, rep01-{name}.json; give arms "
+                "and loads names that differ in letters or digits"
+            )
+        seen[name] = label
 
 
 def serving_folders(paths: Iterable[Path]) -> list[Path]:

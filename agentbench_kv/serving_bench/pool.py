@@ -14,7 +14,7 @@ _EVERY_S = 0.25
 
 
 class PoolWatch:
-    """Asks an engine again and again, from a thread of its own, as long as the `with` lasts.
+    """Asks an engine again and again, from a thread of its own, from `begin` to the `with`'s end.
 
     `peak` is in bytes; None of no engine, of one that does not say, and of one that cannot look
     back and was never seen to hold anything.
@@ -28,9 +28,15 @@ class PoolWatch:
         self._thread = Thread(target=self._watch, daemon=True)
 
     def __enter__(self) -> Self:
-        self._ask()  # what came before does not count
-        self._thread.start()
         return self
+
+    def begin(self) -> None:
+        """Drop the prefixes that nobody reads; what came before does not count."""
+        if self._engine is not None:
+            with suppress(KVBenchError, OSError):
+                self._engine.drop_prefixes()
+        self._ask()
+        self._thread.start()
 
     def __exit__(
         self,
@@ -38,6 +44,8 @@ class PoolWatch:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if self._thread.ident is None:
+            return
         self._over.set()
         self._thread.join()
         self._note(self._ask())

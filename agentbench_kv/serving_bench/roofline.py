@@ -19,9 +19,24 @@ from agentbench_kv.serving_bench.hardware import Hardware
 BYTES = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0, "float8": 1.0, "int8": 1.0, "int4": 0.5}
 # Model types whose feed-forward has two matrices; the others' have a gate besides.
 _UNGATED = (
-    *("bloom", "falcon", "gpt2", "gpt_neox", "gptj", "mpt", "nemotron", "opt", "persimmon"),
-    *("phi", "starcoder2"),
+    *("apertus", "arcee", "bloom", "falcon", "gpt2", "gpt_neox", "gptj", "mpt", "nemotron", "opt"),
+    *("persimmon", "phi", "starcoder2"),
 )
+# Where configurations name what a mixture has, the first that is there counts.
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_CHOSEN = ("num_experts_per_tok", "experts_per_token", "moe_k", "moe_topk")
+_EXPERT_WIDTH = ("moe_intermediate_size", "intermediate_size")
+_SHARED_WIDTH = ("shared_expert_intermediate_size", "shared_intermediate_size")
+_SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+_DENSE_FIRST = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
+_EVERY = ("decoder_sparse_step", "moe_layer_interval")
+_NO_SIZE = (  # of matrices
+    *("moe_layer_end_index", "expert_capacity", "moe_capacity", "moe_jitter_eps", "moe_norm_min"),
+    *("moe_loss_weight", "moe_routed_scaling_factor", "moe_router_scaling_factor"),
+    *("use_expert_bias", "moe_renormalize", "moe_router_activation_func"),
+)
+_USUAL = {"moe_layer_freq": 1}  # a value that says nothing more
+_KNOWN = {*_EXPERTS, *_CHOSEN, *_EXPERT_WIDTH, *_SHARED_WIDTH, *_SHARED, *_DENSE_FIRST, *_EVERY}
 
 
 @dataclass(frozen=True)
@@ -151,17 +166,20 @@ def read_decoder(path: Path) -> Decoder:
     facts, config = read_model(path), decoder_config(path)
     if facts.unevictable:
         raise UsageError(f"{path.name}: {facts.unevictable} are not counted by the roofline")
-    hidden, layers = int(config["hidden_size"]), facts.layers
+    hidden, layers = _number(path, config, "hidden_size"), facts.layers
+    vocabulary = _number(path, config, "vocab_size")
+    if not vocabulary:
+        raise UsageError(f"{path / 'config.json'} has no vocab_size, which the roofline needs")
     q_width, kv_width = facts.q_heads * facts.head_dim, facts.kv_heads * facts.head_dim
     attention = hidden * (2 * q_width + 2 * kv_width)
     matrices = 2 if facts.family in _UNGATED else 3
-    dense = matrices * hidden * int(config.get("intermediate_size") or 4 * hidden)
-    mixture = _mixture(config, hidden, matrices, layers)
+    dense = matrices * hidden * (_number(path, config, "intermediate_size") or 4 * hidden)
+    mixture = _mixture(path, config, matrices, layers)
     dense_layers, own = layers - mixture.layers, mixture.layers * mixture.beside
     return Decoder(
         *(path.name, facts.windows or (0,) * layers, q_width, kv_width),
         common=layers * attention + dense_layers * dense + own,
-        head=hidden * int(config["vocab_size"]),
+        head=hidden * vocabulary,
         expert=mixture.expert,
         experts=mixture.experts,
         chosen=mixture.chosen,
@@ -180,27 +198,58 @@ class Mixture:
     beside: int = 0  # elements of the router and of experts that every token meets
 
 
-def _mixture(config: Mapping[str, Any], hidden: int, matrices: int, layers: int) -> Mixture:
-    def number(*names: str) -> int:
-        return next((int(config[name]) for name in names if config.get(name)), 0)
+def _mixture(path: Path, config: Mapping[str, Any], matrices: int, layers: int) -> Mixture:
+    """Read what a mixture has; a UsageError for what says of one that is not counted here."""
+    for name, value in config.items():
+        of_experts = "expert" in name.lower() or "moe" in name.lower()
+        known = name in _KNOWN or name in _NO_SIZE or _USUAL.get(name) == value
+        if value and of_experts and not known:
+            raise UsageError(
+                f"{path.name}: the roofline does not know what {name} ({value}) says of experts"
+            )
 
-    experts = number("num_experts", "num_local_experts", "n_routed_experts")
+    def number(names: tuple[str, ...]) -> int:
+        return _number(path, config, *names)
+
+    hidden, experts, chosen = number(("hidden_size",)), number(_EXPERTS), number(_CHOSEN)
     if not experts:
         return Mixture()
-    width = number("moe_intermediate_size", "intermediate_size")
-    shared = number("shared_expert_intermediate_size") or number("n_shared_experts") * width
-    step, dense_only = number("decoder_sparse_step") or 1, config.get("mlp_only_layers") or ()
-    first = number("first_k_dense_replace")
-    sparse = [
-        i for i in range(layers) if i >= first and i not in dense_only and (i + 1) % step == 0
-    ]
+    if not chosen:
+        raise UsageError(
+            f"{path.name} has {experts} experts and does not say how many a token chooses: one of "
+            f"{', '.join(_CHOSEN)} is needed in its config.json"
+        )
+    width = number(_EXPERT_WIDTH)
+    shared = number(_SHARED_WIDTH) or number(_SHARED) * width
     return Mixture(
-        layers=len(sparse),
+        layers=len(_sparse(path, config, layers)),
         expert=matrices * hidden * width,
         experts=experts,
-        chosen=number("num_experts_per_tok", "experts_per_token"),
+        chosen=chosen,
         beside=hidden * experts + matrices * hidden * shared,
     )
+
+
+def _sparse(path: Path, config: Mapping[str, Any], layers: int) -> list[int]:
+    """Return the layers that have experts."""
+    first, step = _number(path, config, *_DENSE_FIRST), _number(path, config, *_EVERY) or 1
+    end = _number(path, config, "moe_layer_end_index")
+    last = end if end > 0 else layers - 1  # -1 is the last there is
+    dense = config.get("mlp_only_layers") or ()
+    return [
+        i for i in range(layers) if first <= i <= last and i not in dense and (i + 1) % step == 0
+    ]
+
+
+def _number(path: Path, config: Mapping[str, Any], *names: str) -> int:
+    """Return the first of some entries that is there, 0 if none is; a UsageError for no number."""
+    name = next((name for name in names if config.get(name)), None)
+    if name is None:
+        return 0
+    value = config[name]
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise UsageError(f"{path.name}: the roofline needs a whole number, {name} is {value!r}")
+    return value
 
 
 def document(decoder: Decoder) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from agentbench_kv.serving_bench.measurements import (
     ServingFolder,
     ServingPlan,
     read_per_token,
+    served_model,
 )
 
 STANDARD = ("full", "full-constrained")  # arms of every plan that does not leave them out
@@ -77,6 +78,7 @@ _AGAIN_COLUMNS = {
     "recomputed": Column("of them again", Unit.TOKENS),
 }
 
+_ALIKE = 16  # tokens that a chat format and chance make the same in a prompt, a cache's page apart
 # Repetitions by shape, load and arm.
 Groups = Mapping[tuple[str, str, str], Sequence[LoadMeasurement]]
 
@@ -94,6 +96,13 @@ class ArmFigures(BaseModel, frozen=True):
     reasons: list[str]  # why it may not be ranked
     model_runner: str = ""  # vLLM's, where the engine says it
     quality: Quality | None = None  # the arm's, at whatever load it was measured
+    origins: list[str] = []  # machines, versions and commits that it was measured with
+
+    @property
+    def answered(self) -> bool:
+        """Whether most repetitions completed anything."""
+        completed = self.figures.get("completed")
+        return completed is None or completed.point > 0
 
 
 class BestLoad(BaseModel, frozen=True):
@@ -105,6 +114,7 @@ class BestLoad(BaseModel, frozen=True):
     arm: str
     shape: str
     load: str
+    repetitions: int
     speed: Median
     goodput: Median | None = None
     ratios: dict[str, Median]
@@ -120,6 +130,7 @@ class ServingSummary(BaseModel, frozen=True):
 
 def summarize_serving(plan: ServingPlan, measured: Sequence[LoadMeasurement]) -> ServingSummary:
     """Sum up what there is of a plan; cells in its order of shapes, loads and arms."""
+    plan = plan.model_copy(update={"model": served_model(plan, measured)})
     groups: dict[tuple[str, str, str], list[LoadMeasurement]] = defaultdict(list)
     for each in measured:
         groups[each.shape, each.load, each.arm].append(each)
@@ -130,13 +141,14 @@ def summarize_serving(plan: ServingPlan, measured: Sequence[LoadMeasurement]) ->
         for load, arm in product(plan.loads, plan.arms):
             if runs := groups.get((shape, load, arm.name)):
                 bases = {base: groups.get((shape, load, base), []) for base in BASES}
-                made.append(_arm_figures(arm, runs, bases, quality.get(arm.name)))
+                made.append(_arm_figures(plan, arm, runs, bases, quality.get(arm.name)))
         cells += made
         best += _best(made, groups, GOODPUT if plan.goodput else SPEED)
     return ServingSummary(plan=plan, cells=cells, best=best)
 
 
 def _arm_figures(
+    plan: ServingPlan,
     arm: ServingArm,
     runs: Sequence[LoadMeasurement],
     bases: Mapping[str, Sequence[LoadMeasurement]],
@@ -155,8 +167,9 @@ def _arm_figures(
         figures={name: median([run.figures[name] for run in runs]) for name in names},
         ratios=_ratios(arm.name, runs, bases),
         kv=kv,
-        reasons=_reasons(arm, runs),
+        reasons=_reasons(arm, runs, plan),
         quality=quality,
+        origins=sorted({run.origin for run in runs}),
         model_runner=str(runs[0].server.get("model_runner", "")),
     )
 
@@ -177,19 +190,19 @@ def _bytes(runs: Sequence[LoadMeasurement]) -> dict[str, float]:
 def _ratios(
     arm: str, runs: Sequence[LoadMeasurement], bases: Mapping[str, Sequence[LoadMeasurement]]
 ) -> dict[str, Median]:
-    """Pair the repetitions in which no request of either side failed."""
+    """Pair the repetitions, measured in one place, in which no request of either side failed."""
     found = {}
     own = _speeds(runs)
     for base, others in bases.items():
         theirs = _speeds(others)
-        pairs = [speed / theirs[number] for number, speed in own.items() if number in theirs]
+        pairs = [speed / theirs[at] for at, speed in own.items() if at in theirs]
         if pairs and base != arm:
             found[base] = median(pairs)
     return found
 
 
-def _speeds(runs: Sequence[LoadMeasurement]) -> dict[int, float]:
-    return {run.repetition: run.figures[SPEED] for run in runs if not run.failed}
+def _speeds(runs: Sequence[LoadMeasurement]) -> dict[tuple[int, str], float]:
+    return {(run.repetition, run.origin): run.figures[SPEED] for run in runs if not run.failed}
 
 
 def _best(cells: Sequence[ArmFigures], groups: Groups, by: str) -> list[BestLoad]:
@@ -207,6 +220,7 @@ def _best(cells: Sequence[ArmFigures], groups: Groups, by: str) -> list[BestLoad
             arm=arm,
             shape=cell.shape,
             load=cell.load,
+            repetitions=cell.repetitions,
             speed=cell.figures[SPEED],
             goodput=cell.figures.get(GOODPUT),
             ratios=_ratios(arm, runs[arm], bases),
@@ -215,7 +229,7 @@ def _best(cells: Sequence[ArmFigures], groups: Groups, by: str) -> list[BestLoad
     ]
 
 
-def _reasons(arm: ServingArm, runs: Sequence[LoadMeasurement]) -> list[str]:
+def _reasons(arm: ServingArm, runs: Sequence[LoadMeasurement], plan: ServingPlan) -> list[str]:
     reasons = []
     if failed := sum(run.failed for run in runs):
         sent = failed + sum(int(run.figures.get("completed", 0)) for run in runs)
@@ -223,9 +237,30 @@ def _reasons(arm: ServingArm, runs: Sequence[LoadMeasurement]) -> list[str]:
         reasons.append(f"{failed} of {sent} requests failed: {said}")
     if resets := sum(int((run.kv or {}).get("session_resets", 0)) for run in runs):
         reasons.append(f"{resets} session resets: prompts were prefilled again")
+    drawn = [run for run in runs if _are_random(run, plan)]
+    if known := max(map(_known_before, drawn), default=0.0):
+        reasons.append(
+            f"{known:.0%} of the prompt tokens were cached beyond what one measurement makes: the "
+            "server knew its prompts; start it anew"
+        )
     if unproved := _unproved(arm, runs):
         reasons.append(unproved)
     return reasons
+
+
+def _are_random(run: LoadMeasurement, plan: ServingPlan) -> bool:
+    """Whether prompts were drawn; where nothing says so, those of a trace may be recorded ones."""
+    return plan.trace is None if run.random_prompts is None else run.random_prompts
+
+
+def _known_before(run: LoadMeasurement) -> float:
+    """Return the share of random prompts that a server cannot have cached in a measurement."""
+    figures = run.figures
+    if run.failed or "prefix_hit_rate" not in figures or "prefix_hit_bound" not in figures:
+        return 0.0
+    excess = figures["prefix_hit_rate"] - figures["prefix_hit_bound"]
+    alike = _ALIKE * figures.get("completed", 0) / (figures.get("total_prompt_tokens") or 1)
+    return excess if excess > alike else 0.0
 
 
 def _unproved(arm: ServingArm, runs: Sequence[LoadMeasurement]) -> str | None:
@@ -342,17 +377,17 @@ def _best_table(plan: ServingPlan, shape: str, best: Sequence[BestLoad]) -> Tabl
     for each in best:
         ratios = (_median_cell(each.ratios.get(base)) for base in bases)
         good = [_median_cell(each.goodput)] * bool(plan.goodput)
-        titles = (Cell(each.arm), Cell(each.load), *good)
+        titles = (Cell(each.arm), Cell(each.load), Cell(each.repetitions), *good)
         rows.append(Row((*titles, _median_cell(each.speed), *ratios)))
     if "full" in bases:
         for figure in _papers(plan, shape):
             place = f"{figure.cited}, {figure.setting.get('gpu')}"
             name = f"{figure.method} at {figure.budget}, {place}"
             ratios = (Cell(figure.value) if base == "full" else Cell() for base in bases)
-            empty = [Cell()] * (2 + bool(plan.goodput))
+            empty = [Cell()] * (3 + bool(plan.goodput))
             rows.append(Row((Cell(name), *empty, *ratios), published=True))
     columns = (
-        *(Column("arm"), Column("load")),
+        *(Column("arm"), Column("load"), Column("repeats", Unit.NUMBER)),
         *[_FIRST_COLUMNS[GOODPUT]] * bool(plan.goodput),
         *(_SPEED_COLUMN, *bases.values()),
     )
@@ -360,6 +395,7 @@ def _best_table(plan: ServingPlan, shape: str, best: Sequence[BestLoad]) -> Tabl
     notes = [
         f"best load: highest median {by} of those without a failed request; ratios, of output "
         "tok/s, pair repetitions",
+        *_few(best),
         *[DUMMY] * (plan.weights == "dummy"),
     ]
     return _table(plan, shape, "each arm at its best load", columns, rows, notes)
@@ -391,7 +427,6 @@ def _papers(plan: ServingPlan, shape: str) -> list[PublishedFigure]:
 
 
 def _notes(plan: ServingPlan, cells: Sequence[ArmFigures]) -> list[str]:
-    fewest = min(cell.repetitions for cell in cells)
     notes = [
         "load: cN is N sessions at once, N/s is sessions that begin per second (Poisson)"
         + ", schedule is the trace's own times" * (plan.trace is not None),
@@ -399,7 +434,11 @@ def _notes(plan: ServingPlan, cells: Sequence[ArmFigures]) -> list[str]:
         "TTFT, TPOT, E2E: median and p99 of requests; a request is one turn",
     ]
     if plan.pool_mb is not None:
-        notes.append(f"equal memory: every arm has {plan.pool_mb:g} MB for cached rows")
+        notes.append(
+            f"equal memory: every arm has {plan.pool_mb:g} MB for cached rows"
+            + "; sessions are admitted by their rows, and slots are powers of two, so that pool MB "
+            "may come to twice as much" * (plan.engine == "embedded")
+        )
     if plan.goodput:
         kept = ", ".join(f"{name.upper()} {most:g} ms" for name, most in plan.goodput.items())
         notes.append(f"good: a request within {kept}; a session, if all of its requests are")
@@ -430,8 +469,12 @@ def _notes(plan: ServingPlan, cells: Sequence[ArmFigures]) -> list[str]:
             "follows the first change is read again (prefilled, of them again: all sessions), with "
             "the recorded answers in it"
         )
-    if fewest < REPETITIONS:
-        notes.append(f"fewest repetitions: {fewest}; fewer than {REPETITIONS} decide nothing")
+    notes += _few(cells)
+    if len(origins := sorted({origin for cell in cells for origin in cell.origins})) > 1:
+        notes.append(
+            f"measured with {len(origins)} machines, versions or commits, of which repetitions are "
+            f"not paired: {'; '.join(origins)}"
+        )
     if plan.engine == "embedded" and any(arm.kv_dtype for arm in plan.arms):
         notes.append(SIMULATED)
     if plan.weights == "dummy":
@@ -439,6 +482,12 @@ def _notes(plan: ServingPlan, cells: Sequence[ArmFigures]) -> list[str]:
     if plan.weights == "unknown":
         notes.append("servers were given by URL: what they run is what their arms are called")
     return notes
+
+
+def _few(known: Sequence[ArmFigures | BestLoad]) -> list[str]:
+    fewest = min(each.repetitions for each in known)
+    said = f"fewest repetitions: {fewest}; fewer than {REPETITIONS} decide nothing"
+    return [said] * (fewest < REPETITIONS)
 
 
 def _quality_notes(cells: Sequence[ArmFigures]) -> list[str]:

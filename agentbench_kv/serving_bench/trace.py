@@ -27,6 +27,11 @@ from agentbench_kv.serving_bench.trace_formats import (
 
 Line = TypeVar("Line")
 
+_RECORDED = "messages: the recorded prompts; answers of their lengths are the server's own"
+RESIZED = (
+    "messages: the lengths of the recorded prompts, scaled; what they said is dropped, and random "
+    "tokens are sent"
+)
 _BURST = {"Timestamp", "Request tokens", "Response tokens"}
 _OWN, _MOONCAKE, _MESSAGES = "calls", "input_length", "messages"  # a field that each form has
 _FORMS = (
@@ -102,6 +107,18 @@ def read_trace(path: Path, messages: ReadMessages | None = None) -> LoadTrace:
     return LoadTrace(path.name, form, hashlib.sha256(data).hexdigest(), tuple(timed), notes)
 
 
+def _refuse_two_sizes(path: Path, sessions: Sequence[TraceSession]) -> None:
+    """Refuse one name for shared pieces of two sizes, of which nobody knows what they share."""
+    sizes: dict[str, int] = {}
+    for session in sessions:
+        for name, tokens in session.shared:
+            if sizes.setdefault(name, tokens) != tokens:
+                raise UsageError(
+                    f"{path}: shared {name!r} has {sizes[name]} tokens and, in session "
+                    f"{session.id!r}, {tokens}; give each size a name of its own"
+                )
+
+
 def write_trace(path: Path, sessions: Sequence[TraceSession]) -> None:
     """Write sessions in this project's own form, one a line."""
     with writing(path.parent):
@@ -152,8 +169,7 @@ def _read(
     if _MESSAGES in fields:
         if messages is None:
             raise UsageError(f"{path} holds messages: name the model whose tokens they become")
-        note = "messages: the recorded prompts; answers of their lengths are the server's own"
-        return "messages", messages(path), (note,)
+        return "messages", messages(path), (_RECORDED,)
     raise UsageError(f"{path} line {number}: expected {_FORMS}")
 
 
@@ -169,6 +185,7 @@ def _own(path: Path, lines: Sequence[tuple[int, bytes]]) -> list[TraceSession]:
     timed = [session.start_s is not None for session in found.values()]
     if any(timed) and not all(timed):
         raise UsageError(f"{path}: some sessions have a start_s and others none")
+    _refuse_two_sizes(path, list(found.values()))
     return list(found.values())
 
 

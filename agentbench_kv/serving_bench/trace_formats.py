@@ -61,6 +61,7 @@ def _by_session_id(path: Path, rows: Sequence[MooncakeRow]) -> list[TraceSession
     for number, row in enumerate(rows):
         name = f"request {number}" if row.session_id is None else str(row.session_id)
         sessions.setdefault(name, []).append(row)
+    sessions = {name: _in_time(path, name, group) for name, group in sessions.items()}
     starts = [group[0].timestamp for group in sessions.values()]
     if any(start is None for start in starts) and not all(start is None for start in starts):
         raise UsageError(f"{path}: some sessions have a timestamp and others none")
@@ -81,11 +82,24 @@ def _by_session_id(path: Path, rows: Sequence[MooncakeRow]) -> list[TraceSession
     ]  # fmt: skip
 
 
+def _in_time(path: Path, name: str, rows: Sequence[MooncakeRow]) -> list[MooncakeRow]:
+    """Return a session's rows by time; in the file's order where some have a delay only."""
+    times = [row.timestamp for row in rows if row.timestamp is not None]
+    if len(times) == len(rows):
+        return sorted(rows, key=lambda row: row.timestamp or 0.0)
+    if times != sorted(times):
+        raise UsageError(
+            f"{path}: session {name!r} goes back in time, and not all of its rows have a timestamp "
+            "to sort them by"
+        )
+    return list(rows)
+
+
 def _pieces(row: MooncakeRow) -> list[tuple[str, int]]:
-    """Return the blocks of a prompt, the last of which may be shorter."""
+    """Return the blocks of a prompt; a shorter one, at its end, has a name with its size."""
     blocks = enumerate(row.hash_ids)
-    sizes = [(str(name), min(row.input_length - at * BLOCK, BLOCK)) for at, name in blocks]
-    return [(name, size) for name, size in sizes if size > 0]
+    sizes = [(name, min(row.input_length - at * BLOCK, BLOCK)) for at, name in blocks]
+    return [(f"{n}/{size}" if size < BLOCK else str(n), size) for n, size in sizes if size > 0]
 
 
 class _Open(msgspec.Struct):

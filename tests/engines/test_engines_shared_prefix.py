@@ -362,14 +362,7 @@ def test_nothing_is_left_when_all_is_closed_and_dropped() -> None:
             for number in (2, 0, 1, 3):
                 engine.close(str(number))
             store, pools = engine._scheduler.prefixes, engine._scheduler.pools
-            engine.open("x", ByNumber())
-
-            def drop(state: Any, store: Any = store) -> None:
-                while store.make_room(state):
-                    pass
-
-            for _ in range(2):  # the first time the last session may not have been freed yet
-                engine._scheduler.between_turns("x", drop)
+            engine.drop_prefixes()
             assert store.rows == 0
             assert slot_rows(engine) == 0
             buffer = pools.queries

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ from agentbench_kv.engines.scripted import ScriptedEngine
 from agentbench_kv.errors import CapacityError, PrerequisiteError, UsageError
 from agentbench_kv.gateway import Gateway
 from agentbench_kv.gateway.http import BackgroundServer, ServerSettings, run_server
-from agentbench_kv.gateway.listening import check_exposure
+from agentbench_kv.gateway.listening import check_exposure, listen
 
 EngineOf = Callable[..., ScriptedEngine]
 USER = [{"role": "user", "content": "Weather?"}]
@@ -286,6 +287,15 @@ def test_other_machines_need_a_key(engine_of: EngineOf) -> None:
     )
     with BackgroundServer(gateway) as server, taken:
         run_server(gateway, "127.0.0.1", server.port)
+
+
+def test_accepted_sockets_send_every_piece_at_once() -> None:
+    with (
+        listen("127.0.0.1", 0) as listener,
+        socket.create_connection(listener.getsockname()),
+        listener.accept()[0] as accepted,
+    ):
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from agentbench_kv.budget import Budget
+from agentbench_kv.cli import kvbench
+from agentbench_kv.engines.embedded.model import model_path
 from agentbench_kv.errors import PrerequisiteError, UsageError
 from agentbench_kv.serving_bench import bench
 from agentbench_kv.serving_bench.bench import (
@@ -29,7 +34,7 @@ from agentbench_kv.serving_bench.jobs import (
     Workload,
 )
 from agentbench_kv.serving_bench.loadgen import JobResult
-from agentbench_kv.serving_bench.measurements import ServingArm, ServingPlan
+from agentbench_kv.serving_bench.measurements import ServingArm, ServingFolder, ServingPlan
 
 NAMES = ("full", "full-constrained", "agentkv")
 SHAPES = (SessionShape(100, 10), SessionShape(200, 10))
@@ -81,7 +86,8 @@ class Fake:
         finally:
             self.running -= 1
 
-    def measure(self, job: LoadJob) -> JobResult:
+    def measure(self, job: LoadJob, warmed: Callable[[], None]) -> JobResult:
+        warmed()
         self.jobs.append((job.target.base, job))
         return JobResult({"output_throughput": 1.0, "failed": 0, "completed": 8}, None, {}, 0, [])
 
@@ -155,6 +161,100 @@ def test_what_was_measured_is_not_measured_again(fake: Fake, tmp_path: Path) -> 
     ((_, job),) = fake.jobs
     assert (shape_of(job), job.load) == (SHAPES[1], LOADS[0])
     assert [before for _, before in told].count(True) == 47
+
+
+def test_what_has_failed_requests_is_measured_again(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run = make_run(repeats=1)
+    figures = {"output_throughput": 1.0, "failed": 2, "completed": 6}
+    failing = JobResult(figures, None, {"HTTP 500": 2}, 0, [])
+    with monkeypatch.context() as broken:
+        broken.setattr(bench, "measure_apart", lambda *_: failing)
+        assert all(measured.failed for measured, _ in measure(run, tmp_path))
+    told = measure(run, tmp_path)
+    assert [(measured.failed, before) for measured, before in told] == [(0, False)] * 12
+    assert [before for _, before in measure(run, tmp_path)] == [True] * 12
+    assert len(fake.jobs) == 12
+
+
+def test_what_servers_by_url_may_know_is_never_sent_again(fake: Fake, tmp_path: Path) -> None:
+    arms = [ServingArm(name=name, url=f"http://{name}") for name in ("a", "b")]
+    run = make_run(arms=arms, engine="url", repeats=1)
+    seeds = []
+    for folder in ("one", "one", "two"):
+        measure(run, tmp_path / folder)
+        seeds.append({job.seed for _, job in fake.jobs})
+        assert len(seeds[-1]) == 4  # the same for both arms
+        fake.jobs.clear()
+        for path in (tmp_path / folder).glob("rep*.json"):
+            path.unlink()
+    assert len(set().union(*seeds)) == 12
+
+
+def test_a_folder_without_a_salt_goes_on_as_it_began(fake: Fake, tmp_path: Path) -> None:
+    run = make_run(arms=[ServingArm(name="a", url="http://a")], engine="url", repeats=1)
+    measure(run, tmp_path / "new")
+    plan = json.loads((tmp_path / "new" / "serving.json").read_text())
+    assert plan.pop("salt")
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "serving.json").write_text(json.dumps(plan))
+    fake.jobs.clear()
+    measure(run, tmp_path / "old")
+    cells = zip(fake.jobs, [(s, load) for s in SHAPES for load in LOADS], strict=True)
+    for (_, job), (shape, load) in cells:
+        assert job.seed == bench._seed(0, 0, shape.label, load.label)
+
+
+def test_every_measurement_says_where_it_was_made(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert fake.jobs == []
+    for commit in ("a", "b"):
+        monkeypatch.setattr(bench, "environment", lambda commit=commit: {"git_commit": commit})
+        measure(make_run(repeats=1), tmp_path)
+        for path in tmp_path.glob("rep01-full-1*.json"):
+            if commit == "a":
+                path.unlink()
+    found = ServingFolder.read(tmp_path).measurements()
+    assert {each.provenance["git_commit"] for each in found} == {"a", "b"}
+
+
+def by_url(*words: str) -> Any:
+    asked = ("bench", "serving", "--url", "a=http://a", "--concurrency", "4", "--sessions", "4")
+    return CliRunner().invoke(kvbench, [*asked, "--repeats", "1", "--quiet", "--json", *words])
+
+
+def test_a_load_test_that_nothing_answered_has_failed(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    figures = {"output_throughput": 0.0, "failed": 4, "completed": 0}
+    failing = JobResult(figures, None, {"HTTP 500: no": 4}, 0, [])
+    words = ("--vocab", "100", "--shape", "100/10", "--out", str(tmp_path))
+    with monkeypatch.context() as broken:
+        broken.setattr(bench, "measure_apart", lambda *_: failing)
+        done = by_url(*words)
+    assert done.exit_code == 1
+    said = "error: no request was answered: a, 100/10, c4: 4 of 4 requests failed: HTTP 500: no"
+    assert done.stderr.splitlines()[-1] == said
+    assert by_url(*words).exit_code == 0
+    assert len(fake.jobs) == 1
+
+
+def test_what_ids_are_drawn_from_is_part_of_the_plan(fake: Fake, tmp_path: Path) -> None:
+    words = ("--shape", "100/10", "--out", str(tmp_path))
+    paths = []
+    for vocabulary in (
+        ("--vocab", "100"),
+        ("--vocab", "200"),
+        ("--tokenizer", model_path("micro")),
+    ):
+        done = by_url(*words, *map(str, vocabulary))
+        assert done.exit_code == 0, done.output
+        document = json.loads(done.stdout)
+        assert document["plan"]["model"] == "m"  # the server's own, not --model's default
+        paths.append(document["path"])
+    assert len(set(paths)) == len(fake.jobs) == 3
 
 
 def test_a_session_longer_than_the_context_is_refused(

@@ -70,6 +70,13 @@ def test_latencies_are_numpys() -> None:
         assert found[f"p99_{name}_ms"] == pytest.approx(np.percentile(ms, 99))
 
 
+def test_decodes_are_counted_while_anything_decodes() -> None:
+    # From 1 to 3 and from 2 to 4, and a long wait of one that generates a single token.
+    turns = [turn(0, 0, 0.0, [1.0, 1.0, 1.0]), turn(1, 0, 1.0, [1.0, 2.0]), turn(2, 0, 0.0, [9.0])]
+    assert figures(turns, 10.0)["mean_concurrent_decodes"] == pytest.approx(4 / 3)
+    assert "mean_concurrent_decodes" not in figures([turns[2]], 10.0)
+
+
 def test_concurrency_is_counted_over_requests_and_over_decodes() -> None:
     found = figures(made(), 4.0)
     # At 0.5 to 0.8 two requests run, but the second has no token before the first is done.

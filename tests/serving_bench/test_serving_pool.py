@@ -29,7 +29,7 @@ def engine_that_says(answers: list[Any]) -> Any:
             raise answer
         return answer
 
-    return SimpleNamespace(pool_peak=peak)
+    return SimpleNamespace(pool_peak=peak, drop_prefixes=lambda: None)
 
 
 def waited(until: Callable[[], bool]) -> None:
@@ -43,6 +43,7 @@ def waited(until: Callable[[], bool]) -> None:
 def test_the_most_is_kept_and_what_came_before_is_not() -> None:
     said = [90, 10, 30, 20]
     with PoolWatch(engine_that_says(said), every_s=0.001) as watch:
+        watch.begin()
         waited(lambda: not said)
     assert watch.peak == 30
 
@@ -50,6 +51,7 @@ def test_the_most_is_kept_and_what_came_before_is_not() -> None:
 def test_an_engine_is_asked_at_the_end_too() -> None:
     said = [90, 40]
     with PoolWatch(engine_that_says(said), every_s=60) as watch:
+        watch.begin()
         assert said == [40]
     assert watch.peak == 40
 
@@ -57,14 +59,29 @@ def test_an_engine_is_asked_at_the_end_too() -> None:
 def test_a_server_that_is_gone_for_a_while_is_asked_again() -> None:
     said = [0, 10, KVBenchError("gone"), OSError("gone"), 30]
     with PoolWatch(engine_that_says(said), every_s=0.001) as watch:
+        watch.begin()
         waited(lambda: not said)
     assert watch.peak == 30
+
+
+def test_a_measurement_that_never_began_has_no_peak() -> None:
+    with PoolWatch(engine_that_says([90, 40])) as watch:
+        pass
+    assert watch.peak is None
+
+
+def test_prefixes_of_measurements_before_are_dropped_first() -> None:
+    kept = [1]
+    engine = SimpleNamespace(pool_peak=lambda: 10 * len(kept), drop_prefixes=kept.clear)
+    with PoolWatch(engine, every_s=60) as watch:  # type: ignore[arg-type]
+        watch.begin()
+    assert watch.peak is None
 
 
 @pytest.mark.parametrize("engine", [None, engine_that_says([]), engine_that_says([0, 0, 0])])
 def test_what_is_not_known_is_none(engine: Any) -> None:
     with PoolWatch(engine, every_s=0.001) as watch:
-        pass
+        watch.begin()
     assert watch.peak is None
 
 

@@ -193,7 +193,9 @@ def test_files_hold_the_figures_beside_the_other_keys(tmp_path: Path) -> None:
     assert document["completed"] == 16
     assert isinstance(document["completed"], int)
     assert document["request_rate"] == "inf"
-    assert folder.measurements() == [measured()[0]]
+    # A file from before measurements had a provenance has the folder's.
+    expected = measured()[0].model_copy(update={"provenance": {"kvbench": "0"}})
+    assert folder.measurements() == [expected]
 
 
 def test_a_folder_goes_on_with_its_own_plan_only(tmp_path: Path) -> None:
@@ -216,6 +218,125 @@ def test_a_file_that_is_no_measurement_is_named(tmp_path: Path) -> None:
     (tmp_path / "rep01-x.json").write_text('{"arm": "full"}')
     with pytest.raises(UsageError, match=r"rep01-x\.json"):
         folder.measurements()
+
+
+def changed_file(folder: ServingFolder, **changes: Any) -> Path:
+    path = folder.add(measured()[0])
+    document = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({k: v for k, v in document.items() if v is not None}))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"failed": None}, "has no failed"),
+        ({"output_throughput": None}, "has no output_throughput"),
+        ({"repetition": 1}, r"is rep02-full-32k-1k-c8\.json by what it holds"),
+        ({"arm": "agentkv 4096"}, "by what it holds"),
+    ],
+)
+def test_a_file_that_was_changed_by_hand_is_refused(
+    tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
+    folder = ServingFolder.create(tmp_path, plan(), {})
+    path = changed_file(folder, **changes)
+    with pytest.raises(UsageError, match=said) as error:
+        folder.measurements()
+    assert str(path) in str(error.value)
+
+
+def test_a_copied_file_is_no_other_repetition(tmp_path: Path) -> None:
+    folder = ServingFolder.create(tmp_path, plan(), {})
+    path = folder.add(measured()[0])
+    path.with_name("rep02-full-32k-1k-c8.json").write_bytes(path.read_bytes())
+    with pytest.raises(UsageError, match="a copied file is no other repetition"):
+        folder.measurements()
+    folder.add(measurement("full", "c8", 3, 1.0))
+    path.with_name("rep02-full-32k-1k-c8.json").unlink()
+    with pytest.raises(UsageError, match="repetition 4 of 3"):
+        folder.measurements()
+
+
+def test_rates_are_those_of_totals_and_duration(tmp_path: Path) -> None:
+    folder = ServingFolder.create(tmp_path, plan(), {})
+    changed_file(folder, duration=2.0, total_output_tokens=50, output_throughput=9999.0)
+    (found,) = folder.measurements()
+    assert found.figures["output_throughput"] == 25.0
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"arms": [ServingArm(name="a b"), ServingArm(name="a-b")]},
+        {"loads": ["0.1/s", "0.1/s"]},
+    ],
+)
+def test_measurements_that_would_share_a_file_are_refused(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    with pytest.raises(UsageError, match="would share a file"):
+        ServingFolder.create(tmp_path, plan(**changes), {})
+    assert not list(tmp_path.iterdir())
+
+
+HERE = {"kvbench": "1", "git_commit": "a" * 40, "hardware": {"cpu": "here"}}
+
+
+@pytest.mark.parametrize(
+    "other",
+    [HERE | {"hardware": {"cpu": "there"}}, HERE | {"git_commit": "b" * 40}, HERE | {"kernels": 2}],
+)
+def test_repetitions_of_two_machines_or_versions_are_not_paired(other: dict[str, Any]) -> None:
+    runs = [
+        each.model_copy(
+            update={
+                "provenance": other if (each.repetition, each.arm) == (2, "full") else HERE,
+            }
+        )
+        for each in measured()
+    ]
+    found = summary(runs)
+    assert cell(found, "agentkv 4096", "c8").ratios["full"].n == 2
+    notes = summary_tables(found)[0].notes
+    assert any(note.startswith("measured with 2 machines, versions or comm") for note in notes)
+    same = summary([each.model_copy(update={"provenance": HERE}) for each in measured()])
+    assert cell(same, "agentkv 4096", "c8").ratios["full"].n == 3
+    assert not any("machines, versions" in note for note in summary_tables(same)[0].notes)
+
+
+@pytest.mark.parametrize(
+    ("hits", "drawn", "held"),
+    [(0.9, True, True), (0.9, None, True), (0.9, False, False), (0.51, True, False)],
+)
+def test_a_server_that_knew_its_prompts_is_not_ranked(
+    hits: float, drawn: bool | None, held: bool
+) -> None:
+    figures = {"prefix_hit_rate": hits, "prefix_hit_bound": 0.5, "total_prompt_tokens": 16_000}
+    run = measurement("server", "c8", 0, 1.0, figures=figures, random_prompts=drawn)
+    server = ServingArm(name="server", method="server", url="http://a:1")
+    (found,) = summary([run], arms=[server], weights="unknown").cells
+    assert [each for each in found.reasons if "knew its prompts" in each] == found.reasons
+    assert bool(found.reasons) is held
+
+
+def test_the_table_that_ranks_says_how_few_repetitions_there_were() -> None:
+    best = tables()[1]
+    assert [column.title for column in best.columns][:3] == ["arm", "load", "repeats"]
+    assert best.rows[0].cells[2].value == 3
+    assert any(note.startswith("fewest repetitions: 3; fewer") for note in best.notes)
+
+
+def test_slots_of_the_embedded_engine_may_take_more_than_the_pool() -> None:
+    for engine, held in (("embedded", True), ("vllm", False)):
+        notes = tables(engine=engine, pool_mb=10.0)[0].notes
+        (note,) = [each for each in notes if each.startswith("equal memory: every arm has 10 MB")]
+        assert ("twice" in note) is held
+
+
+def test_by_url_tables_name_the_servers_own_model() -> None:
+    found = summary(engine="url", model="micro")
+    assert all("Qwen3-8B" in table.title for table in summary_tables(found))
 
 
 def test_folders_are_found_at_a_path_and_below(tmp_path: Path) -> None:
@@ -245,7 +366,7 @@ def test_tables_of_a_folder(tmp_path: Path) -> None:
 
 def test_the_papers_ratio_stands_beside_ours() -> None:
     published = [row for row in tables()[1].rows if row.published]
-    assert [row.cells[3].value for row in published] == [1.76, 1.31]
+    assert [row.cells[4].value for row in published] == [1.76, 1.31]
     assert all("agentkv figure5" in str(row.cells[0].value) for row in published)
     other = tables(model="micro")[1]
     assert not [row for row in other.rows if row.published]

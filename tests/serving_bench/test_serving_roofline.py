@@ -51,6 +51,7 @@ GPT_OSS_20B = QWEN3_8B | {
     "max_position_embeddings": 131072,
     "layer_types": ["sliding_attention", "full_attention"] * 12,
 }  # fmt: skip
+PLAIN = {"failed": 0, "output_throughput": 1.0}
 BF16 = {"dtype": "bfloat16", "kv_dtype": "bfloat16"}
 
 
@@ -149,6 +150,54 @@ def test_shared_experts_and_dense_layers_are_common(tmp_path: Path) -> None:
     assert found.common == 4 * attention + 2 * router + 2 * dense
 
 
+FOREIGN = QWEN3_8B | {"model_type": "foo", "num_hidden_layers": 4, "moe_layer_freq": 1}
+ATTENTION = 41_943_040  # of a layer
+
+
+@pytest.mark.parametrize(
+    ("change", "sparse", "shared"),
+    [
+        ({"moe_num_experts": 64, "moe_k": 6}, 4, 0),
+        ({"num_experts": 64, "moe_topk": 6, "num_dense_layers": 3, "num_shared_experts": 2}, 1, 32),
+        ({"num_local_experts": 64, "num_experts_per_tok": 6, "shared_intermediate_size": 8}, 4, 8),
+        ({"moe_num_experts": 64, "moe_k": 6, "moe_layer_start_index": 1, "moe_layer_end_index": 2,
+          "moe_num_shared_experts": 1, "moe_norm_min": 1e-12}, 2, 16),
+    ],
+)  # fmt: skip
+def test_mixtures_under_their_other_names(
+    change: dict[str, Any], sparse: int, shared: int, tmp_path: Path
+) -> None:
+    found = decoder_of(tmp_path / "m", FOREIGN | {"moe_intermediate_size": 16} | change)
+    assert (found.experts, found.chosen, found.expert_layers) == (64, 6, sparse)
+    assert found.expert == 3 * 4096 * 16
+    beside = 4096 * 64 + 3 * 4096 * shared
+    dense = 3 * 4096 * 12288
+    assert found.common == 4 * ATTENTION + sparse * beside + (4 - sparse) * dense
+
+
+@pytest.mark.parametrize("family", ["apertus", "arcee"])
+def test_families_without_a_gate_have_two_matrices(family: str, tmp_path: Path) -> None:
+    found = decoder_of(tmp_path / "m", FOREIGN | {"model_type": family})
+    assert found.common == 4 * (ATTENTION + 2 * 4096 * 12288)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"num_experts": 8}, "m has 8 experts and does not say how many a token chooses"),
+        ({"num_experts": [1, 2]}, r"num_experts is \[1, 2\]"),
+        ({"num_experts": 8, "moe_k": 2, "zero_expert_num": 4}, r"what zero_expert_num \(4\) says"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq"),
+        ({"vocab_size": None}, "no vocab_size"),
+    ],
+)
+def test_what_sizes_cannot_be_read_from_is_one_line(
+    change: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError, match=said):
+        decoder_of(tmp_path / "m", FOREIGN | change)
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [({"kv_lora_rank": 512}, "MLA"), ({"layer_types": ["linear_attention"] * 36}, "state")],
@@ -229,7 +278,9 @@ def test_a_file_describes_a_machine(tmp_path: Path) -> None:
     path.write_text('{"name": "mine", "gb_per_s": 100, "tflops": {"float32": 1}, "source": "me"}')
     found = hardware.find_hardware(str(path), "float32")
     assert (found.bytes_per_s, found.rate("float32")) == (1e11, 1e12)
-    for text in ('{"name": "x"}', "[]", '{"name": "x", "gb_per_s": 0, "tflops": {}, "source": ""}'):
+    for text in ('{"name": "x"}', "[]", '{"name": "x", "gb_per_s": 0, "tflops": {}, "source": ""}',
+                 *(f'{{"name": "x", "gb_per_s": {speed}, "tflops": {{"float32": 1}}, "source": ""}}'
+                   for speed in ("1e308", "NaN", "Infinity"))):  # fmt: skip
         path.write_text(text)
         with pytest.raises(UsageError, match="mine"):
             hardware.find_hardware(str(path), "float32")
@@ -290,13 +341,138 @@ def test_a_load_test_has_a_row_for_each_load(tmp_path: Path) -> None:
                 arm="full", shape="1k/64", load=load, repetition=repetition, place=0, date="",
                 backend="", model_id="", num_prompts=1, max_concurrency=2, request_rate="inf",
                 kv={"mean_decode_kv": 1000.0, "median_logical": 1064.0},
-                figures={"median_tpot_ms": 10.0 + 2 * repetition, "concurrency": float(load[1])},
+                figures={
+                    "median_tpot_ms": 10.0 + 2 * repetition, "concurrency": 9.0,
+                    "mean_concurrent_decodes": float(load[1]), "failed": 0,
+                    "output_throughput": 1.0,
+                },
             )
         )  # fmt: skip
     found = run_cli("--hardware", "h100", "--run", str(tmp_path / "load"), "--json")
     rows = json.loads(found.output)["rows"]
     assert [row["sessions"] for row in rows] == [2, 4]
     assert [row["achieved_tokens_per_s"] for row in rows] == pytest.approx([2 / 0.011, 4 / 0.011])
+
+
+def test_a_share_above_the_whole_is_a_fault_of_the_measurement(tmp_path: Path) -> None:
+    store = RunStore(tmp_path / "runs")
+    with store.open("mine", {"method": "full", "model": "micro", "dtype": "float32"}) as run:
+        run.append_trial(trial(0, 100, 1e-6, 60.0, 100 * 9_000))
+    path = str(store.root / "mine")
+    assert "a fault of the measurement" in run_cli("--hardware", "h100", "--run", path).output
+
+
+def test_requests_that_wait_are_in_no_step_of_an_older_measurement(tmp_path: Path) -> None:
+    plan = ServingPlan(
+        engine="vllm", model="micro", dtype="float32", arms=[ServingArm(name="full")],
+        shapes=["1k/64"], loads=["c8"], turns=1, tool_tokens=1, think_time_s=0.0,
+        sessions=None, warmup=0, repeats=1, seed=0,
+    )  # fmt: skip
+    folder = ServingFolder.create(tmp_path / "load", plan, {})
+    figures = {
+        **PLAIN, "median_tpot_ms": 10.0, "concurrency": 8.0, "completed": 8, "duration": 8.0,
+        "mean_e2el_ms": 4500.0, "mean_ttft_ms": 2500.0, "max_concurrent_decodes": 4,
+    }  # fmt: skip
+    folder.add(
+        LoadMeasurement(
+            arm="full", shape="1k/64", load="c8", repetition=0, place=0, date="", backend="",
+            model_id="", num_prompts=1, max_concurrency=8, request_rate="inf", figures=figures,
+            kv={"mean_decode_kv": 1000.0, "median_logical": 1064.0},
+        )
+    )  # fmt: skip
+    found = run_cli("--hardware", "h100", "--run", str(tmp_path / "load"), "--json")
+    (row,) = json.loads(found.output)["rows"]
+    assert row["sessions"] == 2.0
+    assert "older measurement" in row["notes"][0]
+
+
+def loads_folder(path: Path, accounts: list[dict[str, Any]], **changes: Any) -> Path:
+    """Write a folder of a measurement for each KV account; figures of it may stand there, too."""
+    fields: dict[str, Any] = {
+        "engine": "vllm", "model": "micro", "dtype": "float32", "arms": [ServingArm(name="full")],
+        "shapes": ["1k/64"], "loads": ["c2"], "turns": 1, "tool_tokens": 1, "think_time_s": 0.0,
+        "sessions": None, "warmup": 0, "repeats": len(accounts), "seed": 0,
+    }  # fmt: skip
+    folder = ServingFolder.create(path, ServingPlan(**fields | changes), {})
+    for number, account in enumerate(accounts):
+        figures = PLAIN | {"median_tpot_ms": 10.0, "mean_concurrent_decodes": 2.0}
+        figures |= {name: value for name, value in account.items() if name in figures}
+        folder.add(
+            LoadMeasurement(
+                arm="full", shape="1k/64", load="c2", repetition=number, place=0, date="",
+                backend="", model_id="", num_prompts=1, max_concurrency=2, request_rate="inf",
+                kv=account, figures=figures,
+            )
+        )  # fmt: skip
+    return path
+
+
+ACCOUNT = {"mean_decode_kv": 1000.0, "median_logical": 1064.0}
+
+
+def rows_of(*words: str) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = json.loads(run_cli("--hardware", "h100", *words, "--json").output)[
+        "rows"
+    ]
+    return rows
+
+
+def test_each_run_is_counted_in_its_own_dtypes(tmp_path: Path) -> None:
+    arm = ServingArm(name="full", kv_dtype="fp8_e4m3")
+    plain = loads_folder(tmp_path / "a", [ACCOUNT])
+    half = loads_folder(tmp_path / "b", [ACCOUNT], dtype="bfloat16", arms=[arm])
+    rows = rows_of("--run", str(plain), "--run", str(half))
+    decoder = read_decoder(model_path("micro"))
+    kinds = [("float32", "float32"), ("bfloat16", "float8")]
+    assert [(row["dtype"], row["kv_dtype"]) for row in rows] == kinds
+    assert [row["bytes"] for row in rows] == [
+        decode_step(decoder, 2, 1000.0, 1064.0, dtype=weights, kv_dtype=cache).bytes
+        for weights, cache in kinds
+    ]
+    (asked,) = rows_of("--run", str(plain), "--dtype", "bfloat16")
+    assert "ran in float32; --dtype bfloat16 was asked for" in str(asked["notes"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"dtype": None}, "--dtype is needed: nothing says it"),
+        ({"arms": [ServingArm(name="full", kv_dtype="kivi2")]}, "--kv-dtype is needed: it says"),
+    ],
+)
+def test_a_dtype_that_nothing_says_is_asked_for(
+    tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
+    path = loads_folder(tmp_path / "a", [ACCOUNT], **changes)
+    error = run_cli("--hardware", "h100", "--run", str(path)).exception
+    assert isinstance(error, UsageError)
+    assert said in str(error)
+    assert rows_of("--run", str(path), "--dtype", "float32", "--kv-dtype", "int4")
+
+
+def test_folders_below_the_one_that_is_named_are_read(tmp_path: Path) -> None:
+    for name in "ab":
+        loads_folder(tmp_path / "out" / name, [ACCOUNT])
+    assert len(rows_of("--run", str(tmp_path / "out"))) == 2
+
+
+def test_repetitions_with_failed_requests_are_left_out(tmp_path: Path) -> None:
+    broken = ACCOUNT | {"failed": 3, "median_tpot_ms": 999.0}
+    path = loads_folder(tmp_path / "a", [ACCOUNT, broken])
+    (row,) = rows_of("--run", str(path))
+    assert row["achieved_tokens_per_s"] == pytest.approx(200)
+    assert "left out: 1 measurements that have failed requests" in row["notes"]
+    path = loads_folder(tmp_path / "b", [broken])
+    error = run_cli("--hardware", "h100", "--run", str(path)).exception
+    assert isinstance(error, UsageError)
+    assert "no measurement without failed requests" in str(error)
+
+
+def test_an_account_without_a_count_is_named(tmp_path: Path) -> None:
+    path = loads_folder(tmp_path / "a", [{"median_logical": 5.0}])
+    error = run_cli("--hardware", "h100", "--run", str(path)).exception
+    assert isinstance(error, UsageError)
+    assert "rep01-full-1k-64-c2.json has no kv.mean_decode_kv" in str(error)
 
 
 def test_work_that_computes_more_than_it_moves_is_bound_by_it() -> None:
@@ -320,7 +496,7 @@ def test_a_load_test_that_counted_its_bytes_is_held_against_them(tmp_path: Path)
             LoadMeasurement(
                 arm="full", shape="1k/64", load="c2", repetition=0, place=0, date="", backend="",
                 model_id="", num_prompts=1, max_concurrency=2, request_rate="inf", kv=kv,
-                figures={"median_tpot_ms": 10.0, "concurrency": 2.0},
+                figures={"median_tpot_ms": 10.0, "mean_concurrent_decodes": 2.0} | PLAIN,
             )
         )  # fmt: skip
         found = run_cli("--hardware", "h100", "--run", str(tmp_path / "load"), "--json")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -189,6 +190,46 @@ def test_what_is_wrong_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture
     assert shapes.main(["table", str(tmp_path / "none")]) == 2
 
 
+def test_what_an_engine_gets_of_its_own_stays(
+    tmp_path: Path, fake: list[list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    cells = ("--arm", "full", "--repeats")
+    assert shapes.main(words(tmp_path, *cells, "1", "--engine-arg", "all:a=1")) == 0
+    assert "a=1" in fake[0]
+    other = ("--engine-arg", "all:a=1", "--env", "embedded:X=2")
+    assert shapes.main(words(tmp_path, *cells, "2", *other)) == 2
+    assert "was measured with --engine-arg embedded:a=1 of its own" in capsys.readouterr().err
+    assert shapes.main(words(tmp_path, *cells, "2", "--engine-arg", "all:a=1")) == 0
+    assert shapes.own_of(shapes.parsed(words(tmp_path, *other)), "vllm")["env"] == {}
+
+
+def test_a_folder_from_before_goes_on_and_notes_what_it_gets(
+    tmp_path: Path, fake: list[list[str]]
+) -> None:
+    assert shapes.main(words(tmp_path, "--arm", "full", "--repeats", "1")) == 0
+    about = tmp_path / "micro-700" / "about.json"
+    known = json.loads(about.read_text())
+    del known["engines"]
+    about.write_text(json.dumps(known))
+    again = words(tmp_path, "--arm", "full", "--repeats", "2", "--env", "embedded:X=2")
+    assert shapes.main(again) == 0
+    assert len(fake) == 4
+    noted = json.loads(about.read_text())["engines"]
+    assert noted == {"embedded": {"env": {"X": "2"}, "engine_arg": {}}}
+
+
+def test_the_machine_is_measured_as_cells_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = "import json, os, sys; print(json.dumps([sys.argv[1], os.environ['OMP_NUM_THREADS']]))"
+    monkeypatch.setattr(shapes, "_MACHINE", said)
+    shapes._measure_machine(tmp_path / "a.json", "float32", {**os.environ, "OMP_NUM_THREADS": "7"})
+    assert json.loads((tmp_path / "a.json").read_text()) == ["float32", "7"]
+    monkeypatch.setattr(shapes, "_MACHINE", "raise SystemExit('no')")
+    with pytest.raises(UsageError, match="cannot be measured: no"):
+        shapes._measure_machine(tmp_path / "b.json", "float32", dict(os.environ))
+
+
 LIMIT = {"name": "m", "gb_per_s": 10.0, "tflops": {"float32": 1000.0}, "source": "a test"}
 
 
@@ -202,7 +243,8 @@ def record(place: Path, arm: str, number: int, speed: float, live: int) -> None:
     )  # fmt: skip
     figures = {
         "output_throughput": speed, "failed": 0, "completed": 6, "median_tpot_ms": 1000 / speed,
-        "concurrency": 2.0, "median_ttft_first_ms": 3000.0, "median_ttft_later_ms": 500.0,
+        "mean_concurrent_decodes": 2.0, "median_ttft_first_ms": 3000.0,
+        "median_ttft_later_ms": 500.0,
     }  # fmt: skip
     account = {
         "median_peak_bytes": 1e6 * live, "median_peak_live": live, "median_logical": 900.0,

@@ -10,11 +10,12 @@ from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp.test_utils import RawTestServer
 
 from agentbench_kv.errors import KVBenchError
 from agentbench_kv.serving_bench import loadgen
 from agentbench_kv.serving_bench.endpoints import open_client
-from agentbench_kv.serving_bench.jobs import Target, TraceCall
+from agentbench_kv.serving_bench.jobs import Load, Target, TraceCall
 from agentbench_kv.serving_bench.loadgen import Player
 
 HEAD = b"HTTP/1.1 200 OK\r\n"
@@ -215,7 +216,32 @@ def test_a_client_process_that_dies_is_one_line(
 ) -> None:
     monkeypatch.setattr(loadgen.sys, "executable", "/bin/false")
     with pytest.raises(KVBenchError, match="ended with code 1: it said nothing"):
-        loadgen.measure_apart(make_job())
+        loadgen.measure_apart(make_job(), lambda: None)
+
+
+def test_the_client_process_waits_when_it_is_warm(make_job: Callable[..., Any]) -> None:
+    target = Target("http://127.0.0.1:9", "gateway", "nobody")
+    told: list[str] = []
+    job = make_job(target=target, load=Load(sessions=2, concurrency=1, warmup=1))
+    result = loadgen.measure_apart(job, lambda: told.append("warm"))
+    assert told == ["warm"]
+    assert (result.warmup_errors, result.figures["failed"]) == (1, 2)
+
+
+def test_the_warm_up_is_over_before_anything_is_measured(
+    fake_server: Callable[..., Any], make_job: Callable[..., Any]
+) -> None:
+    server, seen = fake_server("gateway"), list[int]()
+
+    async def playing() -> None:
+        async with RawTestServer(server) as running:
+            target = Target(f"http://127.0.0.1:{running.port}", "gateway", "m")
+            job = make_job(target=target, load=Load(sessions=2, concurrency=1, warmup=1))
+            await loadgen.play(job, lambda: seen.append(len(server.generations)))
+
+    asyncio.run(playing())
+    assert seen == [3]  # the turns of one session
+    assert len(server.generations) == 9
 
 
 def test_the_client_process_is_light() -> None:

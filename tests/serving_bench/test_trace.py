@@ -9,9 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from agentbench_kv.cli import kvbench
 from agentbench_kv.errors import UsageError
 from agentbench_kv.serving_bench.agent_trace import PUBLISHED, agent_sessions
 from agentbench_kv.serving_bench.bench import recorded_messages
@@ -23,7 +25,7 @@ from agentbench_kv.serving_bench.jobs import (
     prefix_hits,
 )
 from agentbench_kv.serving_bench.prompts import Speaker
-from agentbench_kv.serving_bench.trace import read_trace, scaled, write_trace
+from agentbench_kv.serving_bench.trace import RESIZED, read_trace, scaled, write_trace
 
 SECONDS = st.floats(0, 1000, allow_nan=False)
 PIECES = st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 9)), max_size=4)
@@ -35,15 +37,16 @@ def traces(draw: Callable[..., Any], ids: bool = True) -> list[TraceSession]:
     timed = draw(st.booleans())
     sessions = []
     for number in range(draw(st.integers(1, 6))):
-        shared = draw(PIECES)
+        shared = [(f"{name}{size}", size) for name, size in draw(PIECES)]  # one size a name
         least = sum(size for _, size in shared) or 1
-        calls = []
+        calls, now = list[TraceCall](), 0.0
         for at in range(draw(st.integers(1, 4))):
             new = draw(st.integers(least if at == 0 else 1, least + 30))
             fresh = at > 0 and draw(st.booleans())
             known = ids and not fresh and not (at == 0 and shared) and draw(st.booleans())
             own = draw(st.lists(st.integers(2, 40), min_size=new, max_size=new)) if known else []
             clock = draw(st.none() | SECONDS)
+            clock = None if clock is None else (now := now + clock)
             gap = draw(SECONDS)
             calls.append(TraceCall(new, draw(st.integers(1, 20)), gap, clock, fresh, own))
         start = draw(SECONDS) if timed else None
@@ -178,6 +181,21 @@ HEADING = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type"
         ([{**OWN, "start_s": 1e400}], "line 1: "),
         ([{**OWN, "shared": [["system", 4]]}], "line 1: shared pieces are longer"),
         ([OWN, {**OWN, "id": "b", "start_s": 1.0}], "some sessions have a start_s and others none"),
+        (
+            [{"id": "a", "calls": [{**OWN["calls"][0], "at_s": at} for at in (2.0, 1.0)]}],
+            "line 1: at_s of a call is before that of one before it",
+        ),
+        (
+            [
+                {"id": name, "calls": OWN["calls"], "shared": [["s", n]]}
+                for name, n in (("a", 2), ("b", 3))
+            ],
+            "shared 's' has 2 tokens and, in session 'b', 3",
+        ),
+        (
+            [{**REQUEST, "session_id": "x", "timestamp": at} for at in (5, None, 3)],
+            "session 'x' goes back in time",
+        ),
         ([REQUEST, {**REQUEST, "input_length": -5}], "line 2: .*>= 1"),
         ([REQUEST, OWN], "line 2: Object missing required field"),
         ([{**REQUEST, "timestamp": None}], "neither timestamp nor session_id"),
@@ -222,8 +240,8 @@ def test_mooncakes_requests_are_joined_by_their_blocks(tmp_path: Path) -> None:
         (1300, 100, 0.0, 0.0),
         (300, 50, 9.0, 9.0),
     ]
-    assert one.shared == [("1", 512), ("2", 512), ("3", 276)]
-    assert (two.start_s, two.shared) == (0.5, [("1", 512), ("7", 512), ("8", 76)])
+    assert one.shared == [("1", 512), ("2", 512), ("3/276", 276)]
+    assert (two.start_s, two.shared) == (0.5, [("1", 512), ("7", 512), ("8/76", 76)])
     assert (three.start_s, len(three.calls)) == (9.5, 1)
     assert trace.prompt_tokens == 1300 + 1100 + 1700 + 1701
     assert "3 sessions, joined from 4 requests" in trace.notes[0]
@@ -241,6 +259,43 @@ def test_requests_with_a_session_id_are_sessions_as_aiperf_has_them(tmp_path: Pa
     assert (y.id, y.start_s, len(y.calls)) == ("y", 1.0, 1)
     assert (x.id, x.start_s) == ("x", 2.0)
     assert x.calls[1] == TraceCall(7, 8, 1.5)
+
+
+def test_requests_of_a_session_are_sorted_by_time(tmp_path: Path) -> None:
+    times = (3000, 1000, 2000)
+    rows = [
+        {"session_id": "x", "timestamp": at, "input_length": at // 100, "output_length": 4}
+        for at in times
+    ]
+    (found,) = read_trace(wrote(tmp_path / "m.jsonl", *rows)).sessions
+    assert [(call.at_s, call.new_tokens) for call in found.calls] == [(1, 10), (2, 20), (3, 30)]
+    assert found.start_s == 1.0
+
+
+def test_a_block_that_is_cut_off_is_another_piece_than_the_whole_one(tmp_path: Path) -> None:
+    rows = [
+        {**REQUEST, "session_id": str(size), "input_length": size, "hash_ids": [1, 2]}
+        for size in (700, 1024)
+    ]
+    sessions = read_trace(wrote(tmp_path / "m.jsonl", *rows)).sessions
+    write_trace(tmp_path / "own.jsonl", sessions)
+    again = read_trace(tmp_path / "own.jsonl").sessions
+    assert again == sessions
+    assert prefix_hits(again) == 512
+
+
+def test_scaled_messages_are_no_longer_the_recorded_prompts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    said = [{"role": "user", "content": "Look."}, {"role": "assistant", "content": "Seen."}]
+    wrote(tmp_path / "m.jsonl", {"id": "a", "messages": said})
+    for scale, note in (("1", "messages: the recorded prompts"), ("0.5", RESIZED)):
+        words = ["bench", "trace", "o.jsonl", "--from", "m.jsonl", "--token-scale", scale]
+        done = CliRunner().invoke(kvbench, words)
+        assert done.exit_code == 0, done.output
+        assert note in done.output
+        assert done.output.count("messages:") == 1
 
 
 def test_burstgpts_tables(tmp_path: Path) -> None:

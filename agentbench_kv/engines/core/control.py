@@ -88,6 +88,7 @@ class SessionCommands(ABC, Generic[_Session]):
             "close": self._close,
             "pool": self._pool,
             "configure": self._configure,
+            "drop_prefixes": lambda _: self.drop_prefixes(),
         }
 
     @abstractmethod
@@ -105,6 +106,10 @@ class SessionCommands(ABC, Generic[_Session]):
     @abstractmethod
     def use(self, method: dict[str, Any]) -> None:
         """Go on with the method of a document; no session is open."""
+
+    @abstractmethod
+    def drop_prefixes(self) -> None:
+        """Drop the shared prefixes that no session reads."""
 
     def _stats(self, request: Mapping[str, Any]) -> dict[str, Any] | None:
         session = self._sessions.get(request["session"])

@@ -110,6 +110,11 @@ class PrefixTable(Generic[_Session, _Prefix]):
                 return True
         return False
 
+    def drop_unread(self) -> None:
+        """Drop all that nobody reads."""
+        while self.make_room(None):
+            pass
+
     def clear(self) -> None:
         """Drop all that are there."""
         for key in list(self._stored):

@@ -177,6 +177,9 @@ class EmbeddedEngine(Engine):
     def pool_peak(self) -> int | None:
         return self._scheduler.pool_peak()
 
+    def drop_prefixes(self) -> None:
+        self._scheduler.drop_prefixes()
+
     def open(self, session: str, labeller: PhaseLabeller) -> None:
         self._scheduler.open(session, labeller)
 

@@ -49,3 +49,7 @@ class PrefixStore:
     def make_room(self, session: EmbeddedSession) -> bool:
         """Drop a prefix that nobody reads, but for the session's; False if there is none."""
         return self._table.make_room(session.prefix_key)
+
+    def drop_unread(self) -> None:
+        """Drop all that nobody reads."""
+        self._table.drop_unread()

@@ -182,6 +182,14 @@ class EmbeddedScheduler:
         peak, self._peak = max(self._peak, used), 0
         return peak
 
+    def drop_prefixes(self) -> None:
+        """Drop the prefixes that nobody reads, those of sessions just closed too."""
+        self._commands.call(self._drop_prefixes)
+
+    def _drop_prefixes(self) -> None:
+        self._free_closed()
+        self.prefixes.drop_unread()
+
     def between_turns(self, name: str, work: Callable[..., T], *args: Any, more: int = 0) -> T:
         """Run `work(session, *args)`, which adds `more` rows, on the engine's thread."""
         session = self.get(name)

@@ -236,6 +236,10 @@ class ServingEngine(Engine):
             tokens = (pool["total_blocks"] - pool["free_blocks"]) * pool.get("block_size", 1)
         return None if tokens is None else tokens * self.bytes_per_token
 
+    def drop_prefixes(self) -> None:
+        if self._wire.options.method.prefix == "shared":  # which a server as shipped has not
+            self._control.call("drop_prefixes")
+
     def progress(self) -> int | None:
         """Return a number that changes with every token while anything is generated."""
         sessions = list(self._sessions.values())

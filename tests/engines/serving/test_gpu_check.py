@@ -105,11 +105,22 @@ def test_commands_are_judged_by_their_exit(tmp_path: Path) -> None:
     log = tmp_path / "x.log"
     assert command("x", ["--help"], log, 900).passed is True
     missing = command("x", ["bench", "roofline"], log, 900)
-    assert missing.passed is None
+    assert missing.passed is False  # what nobody can have asked for
     assert "exit 2" in missing.said[-1]
     slow = command("x", ["--help"], log, 0.01)
     assert slow.passed is None
     assert "not finished" in slow.said[0]
+
+
+def test_the_roofline_is_asked_for_what_was_measured_below_its_folder(tmp_path: Path) -> None:
+    (stage,) = [each for each in stages(["embedded"], tmp_path) if "roofline" in each.name]
+    nothing = stage.run(5)
+    assert (nothing.passed, nothing.said) == (None, ["there is no throughput to hold against it"])
+    below = tmp_path / "load-embedded" / "serving-embedded-micro-1"
+    below.mkdir(parents=True)
+    (below / "serving.json").write_text("{}")
+    (below / "rep01-x.json").write_text("{}")
+    assert stage.run(60).passed is False  # the command was asked, and refuses such a folder
 
 
 def test_every_command_is_one_of_ours(tmp_path: Path) -> None:

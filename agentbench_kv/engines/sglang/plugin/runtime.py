@@ -219,6 +219,9 @@ class Commands(SessionCommands[SglangSession]):
     def use(self, method: dict[str, Any]) -> None:
         self._runtime.configure(self._runtime.policy.with_method(method))
 
+    def drop_prefixes(self) -> None:
+        self._runtime.table.prefixes.drop_unread()
+
     def _open(self, request: Mapping[str, Any]) -> None:
         from sglang.srt.managers.io_struct import OpenSessionReqInput
 

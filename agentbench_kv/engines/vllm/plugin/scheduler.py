@@ -225,6 +225,9 @@ class _Commands(SessionCommands[VllmSession]):
     def use(self, method: dict[str, Any]) -> None:
         self._scheduler.use(method)
 
+    def drop_prefixes(self) -> None:
+        self._scheduler.sessions.prefixes.drop_unread()
+
     def _rewind(self, request: Mapping[str, Any]) -> None:
         session = self._at_rest(request)
         if session is not None:
