@@ -116,7 +116,7 @@ def measure_serving(run: ServingRun, path: Path, told: Told) -> ServingSummary:
                     continue
                 if repetition not in fresh:
                     fresh[repetition] = _freshness(folder, repetition)
-                order = Order(repetition, place, fresh[repetition])
+                order = MeasurementOrder(repetition, place, fresh[repetition])
                 with ExitStack() as own:
                     server = kept.get(arm.name)
                     if server is None:
@@ -138,7 +138,7 @@ def measure_serving(run: ServingRun, path: Path, told: Told) -> ServingSummary:
     return summary
 
 
-class Order(NamedTuple):
+class MeasurementOrder(NamedTuple):
     """When an arm is measured, and what no prompt of it was drawn with before."""
 
     repetition: int
@@ -189,7 +189,7 @@ def _measure(
     server: RunningServer,
     workload: jobs.Workload | LoadTrace,
     load: jobs.Load,
-    order: Order,
+    order: MeasurementOrder,
 ) -> LoadMeasurement:
     """Measure an arm at one workload and load."""
     plan, target = run.plan, server.target
