@@ -72,14 +72,15 @@ def measure_apart(job: LoadJob, warmed: Warmed) -> JobResult:
 
 def _talk(process: subprocess.Popen[bytes], job: bytes, warmed: Warmed) -> bytes:
     """Give a process its job, answer the line it says when it is warm, return its result."""
-    assert process.stdin is not None
-    assert process.stdout is not None
+    told, said = process.stdin, process.stdout
+    if told is None or said is None:
+        raise KVBenchError("the load generator was started without pipes")
     with suppress(BrokenPipeError):  # it died, which its code says
-        process.stdin.write(job + b"\n")
-        process.stdin.flush()
-    if not process.stdout.readline():
+        told.write(job + b"\n")
+        told.flush()
+    if not said.readline():
         with suppress(BrokenPipeError):
-            process.stdin.close()
+            told.close()
         return b""
     warmed()
     return process.communicate(b"\n")[0]
