@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -98,11 +99,11 @@ def measure_serving(run: ServingRun, path: Path, told: Told) -> ServingSummary:
     here = environment()
     folder = ServingFolder.create(path, plan, here)
     known = {measured.key: measured for measured in folder.measurements()}
-    kept: dict[str, RunningServer] = {}
     known = {key: measured for key, measured in known.items() if not measured.failed}
     judged = {measured.arm for measured in known.values() if measured.quality is not None}
     fresh: dict[int, tuple[object, ...]] = {}
     with ExitStack() as all_servers:
+        kept = all_servers.enter_context(_all_served(run, known)) if plan.together else {}
         for repetition in range(plan.repeats):
             for place, arm in enumerate(rotated(plan.arms, repetition)):
                 missing = []
@@ -118,12 +119,7 @@ def measure_serving(run: ServingRun, path: Path, told: Told) -> ServingSummary:
                     fresh[repetition] = _freshness(folder, repetition)
                 order = MeasurementOrder(repetition, place, fresh[repetition])
                 with ExitStack() as own:
-                    server = kept.get(arm.name)
-                    if server is None:
-                        stack = all_servers if plan.together else own
-                        server = stack.enter_context(_served(run, arm))
-                    if plan.together:
-                        kept[arm.name] = server
+                    server = kept.get(arm.name) or own.enter_context(_served(run, arm))
                     for workload, load in missing:
                         measured = _measure(run, arm, server, workload, load, order)
                         beside: dict[str, Any] = {"provenance": here}
@@ -155,6 +151,31 @@ def rotated(arms: Sequence[ServingArm], repetition: int) -> list[ServingArm]:
     """Return the arms in the order of a repetition: each is first equally often."""
     first = repetition % len(arms)
     return [*arms[first:], *arms[:first]]
+
+
+@contextmanager
+def _all_served(
+    run: ServingRun, known: Mapping[tuple[str, str, str, int], LoadMeasurement]
+) -> Iterator[dict[str, RunningServer]]:
+    """Start the servers of all arms of which something is missing, serving engines at once."""
+    plan = run.plan
+    cells = list(product(run.workloads, run.loads, range(plan.repeats)))
+    waiting = {
+        arm.name: _served(run, arm)
+        for arm in plan.arms
+        if any((arm.name, w.label, load.label, n) not in known for w, load, n in cells)
+    }
+    # An engine in this process loads its model under settings of the whole process.
+    apart = not any(arm.url for arm in plan.arms) and issubclass(
+        load_engine(plan.engine), ServingEngine
+    )
+    with ExitStack() as stack:
+        with ThreadPoolExecutor(max(len(waiting), 1) if apart else 1) as pool:
+            started = {name: pool.submit(server.__enter__) for name, server in waiting.items()}
+        for name, start in started.items():
+            if start.exception() is None:
+                stack.push(waiting[name])
+        yield {name: start.result() for name, start in started.items()}
 
 
 @contextmanager

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,40 @@ def test_together_every_arm_is_started_once(fake: Fake, tmp_path: Path) -> None:
     assert sorted(fake.started) == sorted(NAMES)
     assert (fake.most_running, fake.running) == (3, 0)
     assert [base for base, _ in fake.jobs][4:8] == ["full-constrained"] * 4
+
+
+def test_together_serving_engines_start_at_the_same_time(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    all_here = threading.Barrier(len(NAMES), timeout=30)
+
+    @contextmanager
+    def served(*asked: Any) -> Iterator[RunningServer]:
+        all_here.wait()
+        with fake.serve(*asked) as server:
+            yield server
+
+    monkeypatch.setattr(bench, "serve_arm", served)
+    measure(make_run(together=True, engine="vllm"), tmp_path)
+    assert sorted(fake.started) == sorted(NAMES)
+
+
+@pytest.mark.parametrize("engine", ["embedded", "vllm"])
+def test_together_if_one_does_not_start_the_others_end(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, engine: str
+) -> None:
+    @contextmanager
+    def served(plan: ServingPlan, arm: ServingArm, at_once: int) -> Iterator[RunningServer]:
+        if arm.name == "full-constrained":
+            raise PrerequisiteError("no memory")
+        with fake.serve(plan, arm, at_once) as server:
+            yield server
+
+    monkeypatch.setattr(bench, "serve_arm", served)
+    with pytest.raises(PrerequisiteError, match="no memory"):
+        measure(make_run(together=True, engine=engine), tmp_path)
+    assert sorted(fake.started) == ["agentkv", "full"]
+    assert (fake.running, fake.jobs) == (0, [])
 
 
 def test_arms_of_a_repetition_get_the_same_sessions_and_nothing_is_sent_twice(
