@@ -52,7 +52,7 @@ class _Mass(Structure):
         ("length", _L),
         ("query_positions", _P),
         ("key_positions", _Rows),
-        *((name, _P) for name in ("valid", "mass", "workspace")),
+        *((name, _P) for name in ("valid", "mass")),
     ]
 
 
@@ -78,7 +78,6 @@ class _Attend(Structure):
 _ENDING = [_I, _P]  # threads and stream, the last arguments of every operation
 _SIGNATURES: dict[str, list[Any]] = {
     "kvb_compact": [POINTER(_Rows), _I, _Table, _Shape, _P, _L, _P, _I, _P],
-    "kvb_attention_mass": [POINTER(_Mass)],
     "kvb_select_top": [_P, _P, _P, _L, _L, _L, _P],
     "kvb_ring_write": [_P, _I, _L, _L, _P, _I, _L, _L, _P, _L, _L, _L],
     "kvb_rope_rotate": [_Rows, _I, _Table, _Shape, _P, _L, _P, _L, _L, _L, _P, _I, _I],
@@ -87,10 +86,10 @@ _SIGNATURES: dict[str, list[Any]] = {
 }
 _OF_CPU: dict[str, list[Any]] = {
     "kvb_attention": [POINTER(_Attend)],
+    "kvb_attention_mass": [POINTER(_Mass)],
     "kvb_aabb_score": [_P, _P, _P, _L, _L, _L, _L, _L, _P],
 }
 _WORKSPACES: dict[str, list[Any]] = {  # bytes that an operation needs
-    "kvb_attention_mass_workspace": [POINTER(_Mass)],
     "kvb_similarity_workspace": [_L, _L, _L],
 }
 
@@ -166,6 +165,8 @@ class NativeBackend:
         query_positions: Tensor | None,
         key_positions: Tensor | None,
     ) -> Tensor:
+        if not self._of_cpu:
+            return TorchBackend().attention_mass(queries, keys, gqa, query_positions, key_positions)
         seen = places = None
         if query_positions is not None and key_positions is not None:
             seen, places = query_positions[None], PagedRows((key_positions[:, None].long(),))
@@ -187,7 +188,7 @@ class NativeBackend:
         key_positions: PagedRows | None,
         valid: Tensor | None,
     ) -> Tensor:
-        if keys.layers[0].dtype not in DTYPES:
+        if not self._of_cpu or keys.layers[0].dtype not in DTYPES:
             return TorchBackend().attention_mass_paged(
                 queries, keys, table, lengths, length, gqa, query_positions, key_positions, valid
             )
@@ -207,9 +208,6 @@ class NativeBackend:
             *(_Shape(sessions, layers, keys.kv_heads), _address(lengths), length),
             *(_address(query_positions), at, _address(valid), mass.data_ptr()),
         )
-        needed = self._library.kvb_attention_mass_workspace(byref(job))
-        workspace = torch.empty(needed, dtype=torch.uint8, device=queries.device)
-        job.workspace = workspace.data_ptr()
         self._call("kvb_attention_mass", queries.device, byref(job))
         return mass
 

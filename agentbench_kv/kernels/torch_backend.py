@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -22,7 +21,9 @@ from agentbench_kv.kernels.layout import (
 
 # Bytes of similarities that exist at a time; a CPU works best inside its cache.
 BLOCK_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
-BLOCK_LOGITS = 1 << 24  # of attention beside sinks, that exist at the same time
+BLOCK_LOGITS = 1 << 24  # of attention that exist at the same time, where there is a choice
+# Whether products of halves can be summed in floats, and given as such (PyTorch 2.8).
+_SUMS_HALVES = "dtype" in torch.ops.aten.bmm.overloads()
 
 
 class TorchBackend:
@@ -71,26 +72,22 @@ class TorchBackend:
         query_positions: Tensor | None,
         key_positions: Tensor | None,
     ) -> Tensor:
-        kv_heads, _, head_dim = keys.shape
+        """Score some KV heads at a time, so that few logits exist."""
+        kv_heads, tokens, head_dim = keys.shape
         heads, n, _ = queries.shape
         grouped = queries.reshape(kv_heads, heads // kv_heads, n, head_dim)
-        flat = grouped.float().flatten(1, 2) / math.sqrt(head_dim)
-        logits = torch.bmm(flat, keys.float().transpose(1, 2))
-        logits = logits.reshape(*grouped.shape[:3], keys.shape[1])
-        causal = query_positions is not None and key_positions is not None
+        hidden = None
         if query_positions is not None and key_positions is not None:
-            later = key_positions[:, None, None, :] > query_positions[None, None, :, None]
-            logits = logits.masked_fill(later, float("-inf"))
-        if gqa == "max_logit":
-            logits = logits.amax(1, keepdim=True)
-        probs = torch.softmax(logits, -1)
-        if causal:
-            # A query that sees no key gives no mass; its softmax alone would be NaN.
-            probs = probs.masked_fill(torch.isneginf(logits), 0.0)
-        mass = probs.sum(2) / max(n, 1)
-        if gqa == "per_head":
-            return mass
-        return mass.amax(1) if gqa == "max_prob" else mass.mean(1)
+            hidden = key_positions[:, None, None, :] > query_positions[None, None, :, None]
+        size = max(1, BLOCK_LOGITS // max(1, heads // kv_heads * n * tokens))
+        starts = range(0, kv_heads, size)
+        some = [slice(first, first + size) for first in starts]
+        return torch.cat(
+            [
+                _mass(grouped[at], keys[at], gqa, None if hidden is None else hidden[at])
+                for at in some
+            ]
+        )
 
     def select_top(
         self, scores: Tensor, budget: int, always: Tensor | None, positions: Tensor | None
@@ -229,6 +226,36 @@ class TorchBackend:
         # One head at a time fits a CPU's cache; a GPU wants few, large products.
         at_once = 1 if keys.device.type == "cpu" else len(units)
         return torch.cat([_mean_cosines(part, threshold) for part in units.split(at_once)])
+
+
+def _mass(grouped: Tensor, keys: Tensor, gqa: str, hidden: Tensor | None) -> Tensor:
+    """Score keys [kv_heads, tokens, head_dim] by queries [kv_heads, group, n, head_dim].
+
+    `hidden` [kv_heads, 1, n, tokens] says which keys a query does not see.
+    """
+    n = grouped.shape[2]
+    logits = _products(grouped.flatten(1, 2), keys).mul_(grouped.shape[-1] ** -0.5)
+    logits = logits.reshape(*grouped.shape[:3], keys.shape[1])
+    if hidden is not None:
+        logits = logits.masked_fill_(hidden, float("-inf"))
+    if gqa == "max_logit":
+        logits = logits.amax(1, keepdim=True)
+    probs = torch.softmax(logits, -1)
+    if hidden is not None:
+        # A query that sees no key gives no mass; its softmax alone would be NaN.
+        probs = probs.masked_fill_(torch.isneginf(logits), 0.0)
+    mass = probs.sum(2) / max(n, 1)
+    if gqa == "per_head":
+        return mass
+    return mass.amax(1) if gqa == "max_prob" else mass.mean(1)
+
+
+def _products(queries: Tensor, keys: Tensor) -> Tensor:
+    """Return all dot products [heads, n, tokens], float32; on a GPU of halves as they are."""
+    halves = queries.dtype == keys.dtype and queries.dtype in (torch.bfloat16, torch.float16)
+    if halves and queries.is_cuda and _SUMS_HALVES:
+        return torch.bmm(queries, keys.transpose(1, 2), out_dtype=torch.float32)
+    return torch.bmm(queries.float(), keys.float().transpose(1, 2))
 
 
 def _table(table: Tensor | None, sessions: int, device: torch.device) -> Tensor:

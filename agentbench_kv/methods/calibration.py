@@ -37,6 +37,9 @@ class Calibration:
     # Of q as it is, [layers, q_heads, d, d], float32; None where no method needs it, and in files
     # of version 1, which had none.
     covariance: Tensor | None = None
+    _copies: dict[torch.device, Calibration] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         """Refuse a covariance of other queries with a ValueError."""
@@ -47,6 +50,21 @@ class Calibration:
     def without_covariance(self) -> Calibration:
         """Return what methods that need no covariance score with: its hash is that of version 1."""
         return replace(self, covariance=None)
+
+    def on(self, device: torch.device) -> Calibration:
+        """Return the statistics on a device, which are copied there once."""
+        if self.mean.device == device:
+            return self
+        if device not in self._copies:
+            covariance = None if self.covariance is None else self.covariance.to(device)
+            self._copies[device] = replace(
+                self,
+                mean=self.mean.to(device),
+                abs_mean=self.abs_mean.to(device),
+                frequencies=self.frequencies.to(device),
+                covariance=covariance,
+            )
+        return self._copies[device]
 
     def part(self, layers: Index = ALL, heads: Index = ALL) -> Calibration:
         """Return the statistics of some layers and query heads, in the order given."""

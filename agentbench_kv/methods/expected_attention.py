@@ -48,10 +48,12 @@ class ExpectedAttention(Method):
 
     def score(self, queries: Queries, keys: Tensor, context: ScoreContext) -> Tensor:  # noqa: ARG002
         known = self.calibration
-        if known is None or known.covariance is None:
+        covariance = None if known is None else known.on(keys.device).covariance
+        if known is None or covariance is None:
             raise PrerequisiteError(
                 f"{self.name} has no calibration with covariances; make one: kvbench calibrate"
             )
+        known = known.on(keys.device)
         # In float64, so that equal keys get equal scores however a matrix product is split up.
         grouped = keys.double()[:, None] / math.sqrt(keys.shape[-1])
         turn = self._mean_turn(known, context.next_position)
@@ -60,7 +62,7 @@ class ExpectedAttention(Method):
         heads, group = keys.shape[0], len(mean) // keys.shape[0]
         logits = (grouped @ mean.reshape(heads, group, -1, 1))[..., 0]
         if self.spread == "on":
-            spread = turn @ known.covariance[context.layer].double() @ turn.T
+            spread = turn @ covariance[context.layer].double() @ turn.T
             turned = grouped @ spread.reshape(heads, group, *spread.shape[1:])
             logits = logits + (turned * grouped).sum(-1) / 2
         sinks = context.positions[:, None] < self.sinks

@@ -122,7 +122,7 @@ class TriAttention(Method):
                 "triattention has no calibration for this model; make one with kvbench calibrate"
             )
         # In float64, so that equal keys get equal scores however a matrix product is split up.
-        raw = self._raw(self.calibration, keys.double(), context)
+        raw = self._raw(self.calibration.on(keys.device), keys.double(), context)
         return self._normalised(raw.float(), context)
 
     def _raw(self, statistics: Calibration, keys: Tensor, context: ScoreContext) -> Tensor:

@@ -13,7 +13,7 @@ from agentbench_kv.errors import PrerequisiteError
 from agentbench_kv.kernels import build
 from agentbench_kv.kernels.native import _SIGNATURES
 
-NEEDED = {*_SIGNATURES, "kvb_error", "kvb_attention_mass_workspace", "kvb_similarity_workspace"}
+NEEDED = {*_SIGNATURES, "kvb_error", "kvb_similarity_workspace"}
 
 
 @pytest.fixture(autouse=True)

@@ -27,10 +27,8 @@ from kernels_reference import (
 )
 from kernels_reference import aabb as reference_aabb
 from kernels_reference import aabb_score as reference_aabb_score
-from kernels_reference import attention_mass as reference_mass
 from kernels_reference import select_top as reference_select
-from test_kernels_attention_mass_paged import Sessions, normal
-from test_kernels_attention_mass_paged import close as close_mass
+from test_kernels_attention_mass_paged import normal
 from test_kernels_compact_paged import Work
 from test_kernels_ring_write import awkward, exact
 from test_kernels_rope import close as close_rope
@@ -128,73 +126,6 @@ def in_every_order(monkeypatch):
         return found
 
     return run
-
-
-# ---- attention mass ----
-
-
-@pytest.mark.parametrize("gqa", GQA)
-@pytest.mark.parametrize(
-    ("layout", "block", "dim", "dtype", "group", "n"),
-    [
-        ("sglang", 1, 32, torch.float32, 1, 65),
-        ("vllm", 16, 80, torch.bfloat16, 2, 9),
-        ("loose", 3, 128, torch.float16, 5, 14),
-        ("vllm", 16, 72, torch.bfloat16, 1, 70),  # a slice of 8 channels; two tiles of rows
-        ("loose", 3, 33, torch.bfloat16, 1, 3),  # rows at odd addresses
-    ],
-)
-def test_mass_of_sessions(layout, block, dim, dtype, group, n, gqa, in_every_order):
-    """Lengths and rows one past a tile's end; a session has no valid query, another has one."""
-    lengths = [65, 1, 30, 64]
-    size = Size(layers=1, heads=1, blocks=200 // block, block=block, dim=dim, dtype=dtype)
-    work = Sessions(layout, size, lengths, group=group, n=n)
-    valid = np.random.default_rng(5).random((4, n)) < 0.7
-    valid[1], valid[2], valid[2, -1] = True, False, True
-    valid[3] = False
-    plain = in_every_order(lambda: work.run(gqa))
-    close_mass(plain, work.expected(gqa))
-    causal = in_every_order(lambda: work.run(gqa, causal=True, valid=valid))
-    close_mass(causal, work.expected(gqa, causal=True, valid=valid))
-    assert not causal[3].any()
-
-
-@pytest.mark.parametrize("gqa", GQA)
-def test_mass_of_several_splits(gqa, in_every_order):
-    """Positions descend, so that early queries see nothing of the first splits, or nothing."""
-    rng = np.random.default_rng(0)
-    queries = normal(rng, (2, 4, 32), torch.float32, "cpu")
-    keys = normal(rng, (1, 2100, 32), torch.bfloat16, "cpu")
-    at = np.arange(2100)[None, ::-1].copy()
-    query_at = np.array([-1, 20, 1080, 3000])
-    where = {
-        "query_positions": torch.from_numpy(query_at),
-        "key_positions": torch.from_numpy(at),
-    }
-    got = in_every_order(lambda: kernels.attention_mass(queries, keys, gqa=gqa, **where))
-    close_mass(got, reference_mass(doubles(queries), doubles(keys), gqa, query_at, at))
-
-
-def test_mass_of_sessions_with_different_numbers_of_splits(in_every_order):
-    """Logits of one are in the hundreds: a maximum taken from elsewhere overflows."""
-    size = Size(layers=1, heads=1, blocks=150, dim=32, dtype=torch.float16)
-    work = Sessions("vllm", size, [1025, 3, 1024], n=3)
-    work.queries[2] *= 30
-    got = in_every_order(lambda: work.run("mean_prob"))
-    close_mass(got, work.expected("mean_prob"), rtol=1e-3)
-
-
-@pytest.mark.parametrize("gqa", GQA)
-def test_mass_of_layers_and_heads_that_lie_apart(gqa, in_every_order):
-    size = Size(layers=2, heads=2, blocks=8, dim=33)
-    work = Sessions("loose", size, [20, 33], n=3)
-    close_mass(in_every_order(lambda: work.run(gqa, True)), work.expected(gqa, True))
-
-
-@pytest.mark.parametrize("gqa", GQA)
-def test_mass_without_queries_is_zero(gqa):
-    work = Sessions("vllm", Size(layers=1), [0, 20], n=0)
-    assert not work.run(gqa).any()
 
 
 # ---- compaction ----
@@ -447,7 +378,7 @@ def test_static_shared_memory_of_every_kernel_fits(library):
     pattern = r"^\S+ (\S+) [bd] kvb::(\w+)\(.*\)::\w+$"
     for size, kernel in re.findall(pattern, said.stdout, re.MULTILINE):
         used[kernel] = used.get(kernel, 0) + int(size, 16)
-    assert {"select_rows", "mass_columns", "mass_statistics", "similarity_rows"} == set(used)
+    assert {"select_rows", "similarity_rows"} == set(used)
     assert max(used.values()) <= SHARED_BYTES
 
 

@@ -36,11 +36,6 @@ struct ProductStage {
   float right[TILE_DEPTH][TILE_KEYS + 1];
 };
 
-__device__ __forceinline__ float quad_max(float x) {
-  for (int step = 1; step < QUADS; step *= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, step));
-  return x;
-}
-
 __device__ __forceinline__ float quad_sum(float x) {
   for (int step = 1; step < QUADS; step *= 2) x += __shfl_xor_sync(0xffffffffu, x, step);
   return x;

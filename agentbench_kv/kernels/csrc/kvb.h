@@ -63,10 +63,8 @@ typedef struct {
   kvb_rows key_positions;          // int64 rows in the same table; base NULL: nothing is hidden
   const uint8_t* valid;            // [sessions, n], 0 for an empty ring slot; NULL: all valid
   float* mass;       // [sessions, layers, heads, (group if per head), length], fp32; 0 past a length
-  void* workspace;   // kvb_attention_mass_workspace bytes; only CUDA needs any
 } kvb_mass;
 
-int64_t kvb_attention_mass_workspace(const kvb_mass* job);
 int kvb_attention_mass(const kvb_mass* job, int32_t threads, void* stream);
 
 // The first rows of a session, which others read too: row after row of each head.
