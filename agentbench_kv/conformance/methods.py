@@ -196,7 +196,7 @@ def _scores_fit(method: Method, seed: int) -> str:
     return "" if found == expected else f"scores {found}, expected {expected}"
 
 
-class _OneDevice(TorchDispatchMode):
+class _OneDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Refuses operations on tensors of the CPU and of another device, as a GPU does."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -228,7 +228,7 @@ def _works_on_a_gpu(method: Method, seed: int) -> str:
         scene.system,
     )
     # Other errors say that it reads numbers, as choosing rows without kernels does.
-    with _OneDevice(), suppress(RuntimeError):
+    with _OneDevice(), suppress(RuntimeError):  # type: ignore[no-untyped-call]
         moved.select(method)
     return ""
 

@@ -159,7 +159,7 @@ def check_blocks(table: Tensor, lengths: Tensor, block_size: int) -> None:
 
 def gather_layer(layer: Tensor, table: Tensor, session: int, length: int) -> Tensor:
     """Return a session's rows of one of `PagedRows.layers`, [kv_heads, length, ...]; a copy."""
-    block, place = _where(layer, table, session, length)
+    block, place = places_of(table, layer.shape[2], session, length)
     return layer[:, block, place]
 
 
@@ -170,12 +170,12 @@ def gather_rows(rows: PagedRows, table: Tensor, session: int, length: int) -> Te
 
 def scatter_layer(layer: Tensor, table: Tensor, session: int, values: Tensor) -> None:
     """Write rows [kv_heads, length, ...] back where `gather_layer` found them."""
-    block, place = _where(layer, table, session, values.shape[1])
+    block, place = places_of(table, layer.shape[2], session, values.shape[1])
     layer[:, block, place] = values
 
 
-def _where(layer: Tensor, table: Tensor, session: int, length: int) -> tuple[Tensor, Tensor]:
-    size = layer.shape[2]
+def places_of(table: Tensor, size: int, session: int, length: int) -> tuple[Tensor, Tensor]:
+    """Return in which block, and where in it, a session's first rows are; `size` rows a block."""
     index = torch.arange(length, device=table.device)
     return table[session, index // size].long(), index % size
 

@@ -23,7 +23,7 @@ from agentbench_kv.kernels.layout import (
 BLOCK_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
 BLOCK_LOGITS = 1 << 24  # of attention that exist at the same time, where there is a choice
 # Whether products of halves can be summed in floats, and given as such (PyTorch 2.8).
-_SUMS_HALVES = "dtype" in torch.ops.aten.bmm.overloads()
+_SUMS_HALVES = "dtype" in torch.ops.aten.bmm.overloads()  # type: ignore[no-untyped-call]
 
 
 class TorchBackend:
@@ -244,10 +244,11 @@ def _mass(grouped: Tensor, keys: Tensor, gqa: str, hidden: Tensor | None) -> Ten
     if hidden is not None:
         # A query that sees no key gives no mass; its softmax alone would be NaN.
         probs = probs.masked_fill_(torch.isneginf(logits), 0.0)
-    mass = probs.sum(2) / max(n, 1)
+    if not n:
+        probs = probs.new_zeros(*probs.shape[:2], 1, probs.shape[3])
     if gqa == "per_head":
-        return mass
-    return mass.amax(1) if gqa == "max_prob" else mass.mean(1)
+        return probs.mean(2)
+    return probs.mean(2).amax(1) if gqa == "max_prob" else probs.mean((1, 2))
 
 
 def _products(queries: Tensor, keys: Tensor) -> Tensor:

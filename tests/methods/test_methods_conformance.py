@@ -65,6 +65,11 @@ class WritesKeys(ByPosition):
         return keys.add_(1.0).sum(-1)
 
 
+class StaysOnTheCpu(ByPosition):
+    def score(self, queries, keys, context):
+        return keys @ torch.ones(8, 1)[..., 0]
+
+
 class KeepsTooMany(ByPosition):
     def select(self, layers, queries, now, prompt=0, phases=None):
         return replace(self, budget=self.budget + 1)._plain(layers, queries, now)
@@ -197,6 +202,7 @@ def test_conformance_accepts_a_correct_class():
         (EvictsProtected, "keeps what is protected"),
         (TakesNoShare, "takes a share of the length as a budget"),
         (LooksAtPhases, "works before all rings are full"),
+        (StaysOnTheCpu, "works on a device that is not the CPU"),
     ],
 )
 def test_conformance_finds_a_broken_method(cls, check):

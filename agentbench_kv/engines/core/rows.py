@@ -24,7 +24,7 @@ from agentbench_kv.engines.core.rings import (
 )
 from agentbench_kv.engines.core.transfers import to_device
 from agentbench_kv.kernels import paged
-from agentbench_kv.kernels.layout import PagedRows, gather_layer
+from agentbench_kv.kernels.layout import PagedRows, places_of
 from agentbench_kv.methods.base import LayerView, Phase, Queries, QueryKind
 from agentbench_kv.methods.spans import SpanRange, within
 from agentbench_kv.phases.machine import Labeller, PromptPhases, labeller_source
@@ -38,12 +38,18 @@ class PagedStore:
         self._values = values
         self._table = blocks[None]
         self._live = live
+        self._where: tuple[Tensor, Tensor] | None = None  # block and place of every live row
 
     def keys(self, layer: int) -> Tensor:
-        return gather_layer(self._keys.layers[layer], self._table, 0, self._live)
+        return self._gathered(self._keys.layers[layer])
 
     def values(self, layer: int) -> Tensor:
-        return gather_layer(self._values.layers[layer], self._table, 0, self._live)
+        return self._gathered(self._values.layers[layer])
+
+    def _gathered(self, rows: Tensor) -> Tensor:
+        if self._where is None:
+            self._where = places_of(self._table, rows.shape[2], 0, self._live)
+        return rows[:, self._where[0], self._where[1]]
 
     def keep(
         self, kept: Tensor, positions: Tensor, extras: Sequence[Tensor], *, sort: bool
@@ -56,7 +62,7 @@ class PagedStore:
         moved = paged.compact(
             [self._keys, self._values], self._table, kept[None], lengths, sort=sort, check=False
         )
-        self._live = kept.shape[-1]
+        self._live, self._where = kept.shape[-1], None
         return moved
 
     def rotate(self, shifts: Tensor, frequencies: Tensor) -> None:

@@ -21,7 +21,7 @@ class QueryCapture:
         self.keep_all = False
         self._layers: Mapping[str, int] = {}
         self._rings: QueryBuffer | None = None
-        self._buffers: list[Tensor] = []
+        self._buffers: Tensor | None = None  # [layers, rows, q_heads, head_dim]
         self._all: dict[int, Tensor] = {}
         self._write: RingWrite | None = None
         self._rows = 0
@@ -30,7 +30,7 @@ class QueryCapture:
     @property
     def buffered(self) -> int:
         """Rows of the static buffers; 0 without any."""
-        return len(self._buffers[0]) if self._buffers else 0
+        return 0 if self._buffers is None else self._buffers.shape[1]
 
     def connect(self, layers: Mapping[str, int], rings: QueryBuffer, *, keep_all: bool) -> None:
         """Name the layers (vLLM's name -> index) and their rings; `keep_all` serves `queries`."""
@@ -41,13 +41,12 @@ class QueryCapture:
         self.keep_all = keep_all
 
     def allocate(self, rows: int, layers: int, shape: tuple[int, int], like: Tensor) -> None:
-        """Make static buffers [rows, q_heads, head_dim], unless there are such.
+        """Make static buffers [rows, q_heads, head_dim] of all layers, unless there are such.
 
         Before vLLM looks how much memory its cache may take, and before graphs are captured.
         """
-        if (len(self._buffers), self.buffered) == (layers, rows):
-            return
-        self._buffers = [like.new_zeros(rows, *shape) for _ in range(layers)]
+        if self._buffers is None or self._buffers.shape[:2] != (layers, rows):
+            self._buffers = like.new_zeros(layers, rows, *shape)
 
     def begin(self, write: RingWrite | None, rows: int) -> None:
         self._write = write
@@ -60,7 +59,7 @@ class QueryCapture:
         if layer is None:
             return
         self._seen.add(layer)
-        if len(query) <= self.buffered:
+        if self._buffers is not None and len(query) <= self.buffered:
             self._buffers[layer][: len(query)].copy_(query)
         else:
             self._store(layer, query)
@@ -78,9 +77,12 @@ class QueryCapture:
                 f"({missing[0]}, ...); use another attention backend (--engine-arg "
                 "attention-backend=FLASH_ATTN)"
             )
-        if self._rows <= self.buffered:
-            for layer, buffer in enumerate(self._buffers):
-                self._store(layer, buffer)
+        if self._buffers is not None and self._rows <= self.buffered:
+            if self._write is not None and self._rings is not None:
+                chosen = self._buffers[:, self._write.rows]
+                self._rings.write_all(chosen, self._write.slots)
+            if self.keep_all:
+                self._all = dict(enumerate(self._buffers[:, : self._rows].clone()))
         self._write = None
 
     def queries(self, layer: int, first: int, rows: int) -> Tensor:
