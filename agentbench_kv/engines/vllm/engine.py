@@ -107,9 +107,6 @@ class VllmEngineWire(EngineWire):
         }
         if not self.gpu:
             environment["VLLM_TARGET_DEVICE"] = "cpu"
-        elif self.options.dtype == "float32":
-            # Triton's attention would multiply in TF32, which has 10 bits of mantissa.
-            environment["TRITON_F32_DEFAULT"] = os.environ.get("TRITON_F32_DEFAULT", "ieee")
         if not self.stock:
             environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # `details` says so
         command = [str(self.python), "-m", f"{_PLUGIN}.launch", "serve"]

@@ -319,21 +319,6 @@ def test_vllms_processes_keep_their_sockets_in_the_engines_folder(tmp_path: Path
     wire.close()
 
 
-def test_float32_on_a_gpu_is_not_tf32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def asked(dtype: str, gpu: bool) -> str | None:
-        options = replace(OPTIONS, dtype=dtype)
-        wire = VllmEngineWire(options, FACTS, Path("python"), tmp_path, tmp_path, gpu, False)
-        found = wire.launch().environment.get("TRITON_F32_DEFAULT")
-        wire.close()
-        return found
-
-    monkeypatch.delenv("TRITON_F32_DEFAULT", raising=False)
-    assert asked("float32", True) == "ieee"
-    assert asked("float32", False) is asked("bfloat16", True) is None
-    monkeypatch.setenv("TRITON_F32_DEFAULT", "tf32")
-    assert asked("float32", True) == "tf32"
-
-
 METRICS = """
 # HELP vllm:kv_cache_usage_perc KV-cache usage.
 vllm:kv_cache_usage_perc{engine="0",model_name="model"} 0.25
