@@ -43,6 +43,7 @@ NO_GPU = "no GPU: PyTorch sees no CUDA device, so nothing was checked (kvbench d
 ENGINES = {"vllm": "vllm-cuda", "sglang": "sglang", "embedded": ""}
 DTYPES = (torch.float32, torch.bfloat16)
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-5}  # scores are sums in float32
+POOL_BYTES = 14_000_000_000  # 95,000 tokens of Qwen3-8B's: not all of the sessions' at once
 QWEN3_8B = {
     "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "head_dim": 128,
     "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 40960,
@@ -300,13 +301,21 @@ def shapes_folder(target: Path) -> Path:
 
 def throughput_words(engine: str, out: Path, shapes: Path) -> list[str]:
     """Return the command of an engine's row: Qwen3-8B's shapes, or the micro model on embedded."""
-    words = ["bench", "serving", "--engine", engine, "--device", "cuda", "--repeats", "1"]
-    words += ["--warmup", "1", "--turns", "2", "--sessions", "16"]
-    words += ["--out", str(out / f"load-{engine}")]
+    words = ["bench", "serving", "--engine", engine, "--device", "cuda"]
+    words += ["--turns", "2", "--sessions", "16", "--out", str(out / f"load-{engine}")]
     if engine == "embedded":
-        return [*words, "--budget", "256", "--shape", "1k/64", "--concurrency", "8"]
+        words += ["--repeats", "1", "--warmup", "1", "--concurrency", "8"]
+        return [*words, "--budget", "256", "--shape", "1k/64"]
     words += ["--model", str(shapes), "--load-format", "dummy", "--dtype", "bfloat16"]
-    return [*words, "--budget", "1024", "--shape", "4k/128", "--concurrency", "16"]
+    words += ["--budget", "1024", "--concurrency", "16"]
+    if engine == "vllm":
+        # Two servers start at once and stay, on a GPU of 80 GB: each has weights and this pool.
+        for limit in ("gpu-memory-utilization=0.3", f"kv-cache-memory-bytes={POOL_BYTES}"):
+            words += ["--engine-arg", limit]
+        words += ["--together", "--alone", "--method", "full", "--method", "agentkv"]
+        words += ["--set", "trigger=prefill+every"]
+        return [*words, "--repeats", "3", "--warmup", "0", "--shape", "8k/128"]
+    return [*words, "--repeats", "1", "--warmup", "1", "--shape", "4k/128"]
 
 
 def stages(engines: Sequence[str], out: Path) -> list[Stage]:
@@ -330,7 +339,7 @@ def stages(engines: Sequence[str], out: Path) -> list[Stage]:
     for engine in engines:
         name = f"{engine}: throughput"
         words, log = throughput_words(engine, out, shapes), out / f"load-{engine}.log"
-        # On an H200 vLLM took 77 s to start with nothing compiled, and there are three arms.
+        # On an H200 vLLM took 77 s to start with nothing compiled; SGLang has three arms in turn.
         found.append(Stage(name, 300, partial(command, name, words, log)))
         model = "micro" if engine == "embedded" else str(shapes)
         words = ["bench", "roofline", "--hardware", "measured", "--model", model]
