@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from agentbench_kv.kernels import attention_mass
+from agentbench_kv.kernels import attention_mass, torch_backend
+from agentbench_kv.kernels.torch_backend import TorchBackend
 
 
 @pytest.fixture(autouse=True)
@@ -133,3 +134,17 @@ def test_attention_mass_query_that_sees_nothing_gives_no_nan():
         key_positions=torch.tensor([[1, 2, 3]]),
     )
     assert not got.isnan().any()
+
+
+@pytest.mark.parametrize("gqa", ["mean_prob", "max_prob", "max_logit", "per_head"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_mass_of_some_heads_at_a_time_is_that_of_all(gqa, causal, monkeypatch):
+    """What PyTorch scores in parts, so that few logits exist, is what it scores at once."""
+    queries, keys = map(torch.tensor, draw(12, 6, 5, 9))
+    places = torch.stack([torch.randperm(9) for _ in keys])
+    where = (torch.arange(2, 7), places) if causal else (None, None)
+    whole = TorchBackend().attention_mass(queries, keys, gqa, *where)
+    for most in (1, 180):  # logits: of one head, of two
+        monkeypatch.setattr(torch_backend, "BLOCK_LOGITS", most)
+        parts = TorchBackend().attention_mass(queries, keys, gqa, *where)
+        torch.testing.assert_close(parts, whole)
