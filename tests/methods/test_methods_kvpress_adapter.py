@@ -70,7 +70,7 @@ class SnapKVPress(ScorerPress):
         low, high = queries.chunk(2, -1)
         queries = queries * cos + torch.cat([-high, low], -1) * sin
         logits = queries @ keys.repeat_interleave(group, 1).mT / math.sqrt(module.head_dim)
-        hidden = torch.ones(size, size, dtype=torch.bool).triu(1)
+        hidden = torch.ones(size, size, dtype=torch.bool, device=keys.device).triu(1)
         logits[..., -size:] = logits[..., -size:].masked_fill(hidden, -torch.inf)
         mass = logits.softmax(-1).mean(2)[..., : -size or None]
         scores = mass.view(1, -1, group, mass.shape[-1]).mean(2)
@@ -83,7 +83,7 @@ class RandomPress(ScorerPress):
 
     def score(self, module, hidden_states, keys, values, attentions, kwargs):
         generator = torch.Generator().manual_seed(self.seed)
-        return torch.rand(keys.shape[:-1], generator=generator)
+        return torch.rand(keys.shape[:-1], generator=generator).to(keys.device)
 
 
 @dataclass
@@ -93,7 +93,7 @@ class StreamingLLMPress(ScorerPress):
     def score(self, module, hidden_states, keys, values, attentions, kwargs):
         tokens = keys.shape[2]
         pruned = tokens - int(tokens * (1 - self.compression_ratio))
-        scores = torch.ones(keys.shape[:-1])
+        scores = torch.ones(keys.shape[:-1], device=keys.device)
         scores[..., self.n_sink : self.n_sink + pruned] = 0
         return scores
 
