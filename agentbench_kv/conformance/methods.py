@@ -7,18 +7,16 @@ A property of a selection is a function that says what is wrong, or nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from agentbench_kv.analysis.replay import MethodInput
 from agentbench_kv.conformance import CheckResult, guarded
+from agentbench_kv.conformance.devices import choose_elsewhere
 from agentbench_kv.conformance.driver import drive, short_turns
 from agentbench_kv.conformance.drop_checks import check_drops
 from agentbench_kv.conformance.kept_sets import check_replay, check_sessions
@@ -34,7 +32,7 @@ from agentbench_kv.conformance.scenes import (
 )
 from agentbench_kv.conformance.span_checks import check_spans
 from agentbench_kv.errors import UsageError
-from agentbench_kv.methods.base import KEPT_SETS, LayerView, Method, Phase, Queries, Selection
+from agentbench_kv.methods.base import KEPT_SETS, LayerView, Method, Phase, Selection
 from agentbench_kv.methods.dropping.policy import DropMethod
 from agentbench_kv.methods.memory.plain import PlainMemory
 from agentbench_kv.methods.spans import SpanMethod
@@ -47,10 +45,6 @@ LONGEST_OPENING = (120, 40)
 """Tokens of the longest first prompt there, and of its system message."""
 
 SHAPE = CacheShape()
-
-_ACROSS_DEVICES = {
-    torch.ops.aten._to_copy, torch.ops.aten.copy_, torch.ops.aten.index, torch.ops.aten.index_put_,
-}  # fmt: skip
 
 
 def method_suite(
@@ -196,40 +190,8 @@ def _scores_fit(method: Method, seed: int) -> str:
     return "" if found == expected else f"scores {found}, expected {expected}"
 
 
-class _OneDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses operations on tensors of the CPU and of another device, as a GPU does."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-        # A number or an index may be of the CPU.
-        kinds = {each.device.type for each in tensors if each.dim()}
-        if len(kinds) > 1 and func.overloadpacket not in _ACROSS_DEVICES:
-            raise _DeviceError(f"{func} of tensors on the CPU and on the cache's device")
-        return func(*args, **kwargs or {})
-
-
-class _DeviceError(Exception):
-    pass
-
-
 def _works_on_a_gpu(method: Method, seed: int) -> str:
-    """Choose where tensors have no numbers: `meta` stands for a GPU."""
-    scene = _scene(method, seed)
-
-    def there(tensor: Tensor | None) -> Any:
-        return None if tensor is None else tensor.to("meta")
-
-    moved = MethodInput(
-        [LayerView(*map(there, (v.keys, v.values, v.positions, v.sums))) for v in scene.layers],
-        [Queries(*map(there, (q.vectors, q.positions, q.phases))) for q in scene.queries],
-        scene.now,
-        scene.prompt,
-        there(scene.phases),
-        scene.system,
-    )
-    # Other errors say that it reads numbers, as choosing rows without kernels does.
-    with _OneDevice(), suppress(RuntimeError):  # type: ignore[no-untyped-call]
-        moved.select(method)
+    choose_elsewhere(method, _scene(method, seed))
     return ""
 
 
