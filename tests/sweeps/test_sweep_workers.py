@@ -226,7 +226,9 @@ def test_a_run_that_kills_its_workers_is_left_alone(tmp_path, jobs, fork, monkey
     monkeypatch.setattr(sweeps, "MOST_DEATHS", 2)
     report = supervised(tmp_path / "out", jobs(3), fork)
     assert [row.state for row in report.rows] == ["done", "given up", "done"]
-    assert (report.rows[1].died, report.rows[1].error) == (2, "its workers died")
+    # Two workers may have chosen it before either died of it.
+    assert report.rows[1].died in (2, 3)
+    assert report.rows[1].error == "its workers died"
 
 
 def test_cancel_ends_workers_and_the_same_runs_go_on_later(
