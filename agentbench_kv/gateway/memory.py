@@ -55,6 +55,7 @@ class Memories(ABC):
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._banks: dict[str, str] = {}  # session -> bank
+        self._taken: dict[str, tuple[int, int]] = {}  # by bank: past sessions, their tokens
 
     def bank_of(self, session: str) -> str:
         """Return the bank that a session brings back from; empty if it has none."""
@@ -67,9 +68,22 @@ class Memories(ABC):
             if session in self._banks:
                 self._banks[other] = self._banks[session]
 
-    @abstractmethod
     def remember(self, session: str, past: PastSession) -> Remembered:
         """Take in a past session for a session that is not open yet."""
+        took = self._take_in(session, past)
+        with self._lock:
+            sessions, tokens = self._taken.get(session, (0, 0))
+            self._taken[session] = (sessions + 1, tokens + took.tokens)
+        return took
+
+    @abstractmethod
+    def _take_in(self, session: str, past: PastSession) -> Remembered:
+        """Take in a past session, and say what it took."""
+
+    def taken(self, session: str) -> tuple[int, int]:
+        """Return how many past sessions were taken in for a session, and the tokens they took."""
+        with self._lock:
+            return self._taken.get(session, (0, 0))
 
     @abstractmethod
     def recalled(self, session: str) -> Recalled | None:
@@ -99,6 +113,7 @@ class Memories(ABC):
         """Let go of a session's name, and of the bank if the session began it."""
         with self._lock:
             began = self._banks.pop(session, "") == session
+            self._taken.pop(session, None)
         if began:
             self._free(session)
 
@@ -134,7 +149,7 @@ class BankMemories(Memories):
         # Which of a bank's rows are the contents of which messages, by their numbers.
         self._places: dict[str, dict[int, SpanRange]] = defaultdict(dict)
 
-    def remember(self, session: str, past: PastSession) -> Remembered:
+    def _take_in(self, session: str, past: PastSession) -> Remembered:
         """Read messages as a session of their own and keep its rows.
 
         If the engine has their rows in a file, they are not read. Raises ContextLimitError if they

@@ -71,7 +71,7 @@ class PlainMemories(Memories):
             float
         )  # seconds that no answer has been told of
 
-    def remember(self, session: str, past: PastSession) -> Remembered:
+    def _take_in(self, session: str, past: PastSession) -> Remembered:
         """Have the store take in a past session, unless a checkpoint holds it.
 
         Tokens and calls are those of the model that writes what is kept; an encoder's are not

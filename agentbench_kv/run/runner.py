@@ -368,7 +368,17 @@ class TrialThreads:
                 fed = min(stats.logical, stats.live + stats.evicted - stats.restored)
                 written += stats.decode_tokens
                 read += max(fed - stats.decode_tokens, 0)
-        return f"{len(sessions)} under way, {read:,} tokens read, {written:,} written"
+        said = f"{len(sessions)} under way, {read:,} tokens read, {written:,} written"
+        return said + self._past_of(sessions)
+
+    def _past_of(self, sessions: Sequence[str]) -> str:
+        """Say how much of a past the memories of sessions under way have taken in."""
+        memories = self._setup.gateway.memories
+        if memories is None:
+            return ""
+        taken = [memories.taken(session) for session in sessions]
+        past, tokens = (sum(column) for column in zip(*taken, strict=True)) if taken else (0, 0)
+        return f"; {past:,} past sessions taken in, {tokens:,} tokens" if past else ""
 
     def _hung(self, what: str) -> EngineGoneError:
         path = self._run.path / THREADS

@@ -86,9 +86,12 @@ def test_what_is_found_stands_before_the_message_that_asked(told: tuple[Gateway,
         assert reading is not None
         assert (reading.calls, reading.failed) == (3, 0)
         assert reading.tokens == sum(turn.prefill_tokens + turn.output_tokens for turn in turns)
+        assert gateway.memories is not None
+        assert gateway.memories.taken("a") == (2, reading.tokens)
         # What the requests of a past session have in common was read once.
         assert [turn.cached_tokens > 0 for turn in turns] == [False, True, False]
     assert store.banks == {}
+    assert gateway.memories.taken("a") == (0, 0)
     assert gateway.sessions() == []
 
 

@@ -6,7 +6,8 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -394,6 +395,32 @@ def test_a_prompt_is_said_to_be_read_as_far_as_it_is(
     told(behave, ids=("x-0",))
     with pytest.raises(UsageError, match=r"^1 under way, 970 tokens read, 30 written$"):
         runner.run_one(spec(limit=None), tmp_path, end)
+
+
+class _Taken:
+    """A memory that has taken past sessions in for two of three trials."""
+
+    def taken(self, session: str) -> tuple[int, int]:
+        return {"a": (19, 12_000), "b": (1, 345)}.get(session, (0, 0))
+
+
+@pytest.mark.parametrize(
+    ("under_way", "past"),
+    [("abc", "; 20 past sessions taken in, 12,345 tokens"), ("c", ""), ("", "")],
+)
+def test_what_is_under_way_tells_how_much_of_a_past_was_taken_in(under_way: str, past: str) -> None:
+    class Blind:
+        def stats(self, session: str) -> KVStats:
+            raise KeyError(session)
+
+    setup: Any = SimpleNamespace(
+        deadlines=dict.fromkeys(under_way),
+        engine=Blind(),
+        gateway=SimpleNamespace(memories=_Taken()),
+        spec=SimpleNamespace(concurrency=1),
+    )
+    said = runner.TrialThreads(setup, cast(Any, None), [])._under_way()
+    assert said == f"{len(under_way)} under way, 0 tokens read, 0 written{past}"
 
 
 @pytest.mark.parametrize("text", ["soon", "0", "-1", "inf", "nan"])
