@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from agentbench_kv.engines.base import (
     PhaseLabeller,
     Sampling,
 )
+from agentbench_kv.engines.core.grammar import GrammarVocabulary
 from agentbench_kv.engines.embedded.engine import EmbeddedEngine
 from agentbench_kv.engines.embedded.model import fix_rope
 from agentbench_kv.engines.embedded.observer import Observer
@@ -62,6 +63,7 @@ class TurnPlan:
     own_stop: bool = False  # the text is matched by a function the engine cannot look into
     cancel_after: int | None = None  # tokens read before the cancel
     system: int = 0  # first tokens of a session that are its system message; 0: some of them
+    grammar: str = ""  # that the answer is held to, in llguidance's Lark
 
 
 IDLE = TurnPlan((), 0)
@@ -390,7 +392,13 @@ class Driver:
     def _sampling(self, turn: TurnPlan) -> Sampling:
         matcher = stop_matcher(self._codec, turn.stop_text) if turn.stop_text else None
         stop = matcher if matcher is None or not turn.own_stop else (lambda t: matcher(t))
-        return Sampling(turn.max_tokens, stop_token_ids=turn.stop_ids, stop=stop)
+        held = self._vocabulary.constraint(turn.grammar) if turn.grammar else None
+        return Sampling(turn.max_tokens, stop_token_ids=turn.stop_ids, stop=stop, constraint=held)
+
+    @cached_property
+    def _vocabulary(self) -> GrammarVocabulary:
+        ends = self.engine.info.eos_token_ids
+        return GrammarVocabulary(self._codec.tokenizer.backend_tokenizer.to_str(), ends)
 
     def _read_events(self, trace: SessionTrace, names: Sequence[str]) -> None:
         """Match kept sets with the events of the accounting."""

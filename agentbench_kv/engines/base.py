@@ -83,6 +83,8 @@ class PhaseLabeller(Protocol):
 class Constraint(Protocol):
     """Which tokens a generation may draw; holds the state between them."""
 
+    grammar: str  # the same in llguidance's Lark, for backends that hold to a grammar themselves
+
     def allowed(self) -> NDArray[np.bool_]:
         """Return for every id whether it may come next; never none. Ids behind the end may not."""
 

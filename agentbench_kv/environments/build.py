@@ -115,6 +115,16 @@ def version_of(python: Path) -> Version | None:
     return (int(numbers[0]), int(numbers[1])) if run.returncode == 0 else None
 
 
+def has_module(python: Path, name: str) -> bool:
+    """Return whether an interpreter has a module, without importing it; False if it cannot run."""
+    code = "import importlib.util, sys; sys.exit(importlib.util.find_spec(sys.argv[1]) is None)"
+    try:
+        run = subprocess.run((str(python), "-c", code, name), capture_output=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return run.returncode == 0
+
+
 def _candidates(oldest: Version, newest: Version) -> Iterator[Path]:
     names = [f"{newest[0]}.{minor}" for minor in range(oldest[1], newest[1] + 1)]
     for name in names:

@@ -16,12 +16,13 @@ from functools import partial
 from typing import Any
 
 from agentbench_kv.engines.base import CUT_OFF, Capability, Engine, KVStats
+from agentbench_kv.engines.core.grammar import GrammarConstraint
 from agentbench_kv.errors import UsageError
 from agentbench_kv.gateway.aside import Aside
 from agentbench_kv.gateway.base import BaseGateway, Request
 from agentbench_kv.gateway.dropping import SessionDrops
 from agentbench_kv.gateway.executing import Executor
-from agentbench_kv.gateway.grammar import GrammarCompiler, GrammarConstraint
+from agentbench_kv.gateway.grammar import GrammarCompiler
 from agentbench_kv.gateway.memory import ASIDE, BankMemories
 from agentbench_kv.gateway.messages import Message, count_calls
 from agentbench_kv.gateway.parsing import Reader

@@ -7,18 +7,13 @@ any others are. A think block before the answer is free.
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any, Literal
 
-import numpy as np
-from numpy.typing import NDArray
-
-from agentbench_kv.errors import PrerequisiteError, UsageError
+from agentbench_kv.engines.core.grammar import GrammarConstraint, GrammarVocabulary
+from agentbench_kv.errors import UsageError
 from agentbench_kv.phases.syntax import ToolSyntax
 from agentbench_kv.phases.tokens import TokenCodec
 
@@ -43,31 +38,6 @@ class JsonFormat:
     strict: bool = False
 
 
-class GrammarConstraint:
-    """One generation's way through a grammar. Satisfies `engines.base.Constraint`.
-
-    Where the grammar leads nowhere only the turn's end is allowed, and `problem` says why: the
-    engine goes on for the others.
-    """
-
-    def __init__(self, matcher: Any, eos: Sequence[int]) -> None:
-        self.problem = ""
-        self._matcher = matcher
-        self._eos = list(eos)
-
-    def allowed(self) -> NDArray[np.bool_]:
-        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-        allowed = np.unpackbits(bits, bitorder="little").astype(np.bool_)
-        if self._matcher.is_error() or not allowed.any():
-            self.problem = self.problem or _line(self._matcher.get_error())
-            allowed[:] = False
-            allowed[self._eos] = True
-        return allowed
-
-    def accept(self, token: int) -> None:
-        self._matcher.consume_token(token)
-
-
 class GrammarCompiler:
     """Makes the constraints of one vocabulary and one syntax of calls. Thread-safe."""
 
@@ -75,7 +45,6 @@ class GrammarCompiler:
         self._codec = codec
         self._syntax = syntax
         self._eos = list(eos)
-        self._lock = threading.Lock()
 
     def constraint(
         self, choice: ToolChoice, answer: JsonFormat | None, tools: Tools | None, *, thinking: bool
@@ -104,11 +73,7 @@ class GrammarCompiler:
 
     def _compiled(self, grammar: str, title: str) -> GrammarConstraint:
         """Return a grammar's beginning; UsageError where it leads nowhere."""
-        with self._lock:
-            library, tokenizer = self._library, self._tokenizer
-        limits = library.LLParserLimits(verbose_errors=False)
-        matcher = library.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
-        constraint = GrammarConstraint(matcher, self._eos)
+        constraint = self._vocabulary.constraint(grammar)
         constraint.allowed()
         if constraint.problem:
             reason = constraint.problem.rpartition("JSON schema: ")[2]
@@ -116,25 +81,11 @@ class GrammarCompiler:
         return constraint
 
     @cached_property
-    def _library(self) -> Any:
-        if find_spec("llguidance") is None:
-            raise PrerequisiteError(
-                "response_format and a forced tool_choice need llguidance; "
-                "install it with: pip install llguidance"
-            )
-        return import_module("llguidance")
-
-    @cached_property
-    def _tokenizer(self) -> Any:
+    def _vocabulary(self) -> GrammarVocabulary:
         fast = getattr(self._codec.tokenizer, "backend_tokenizer", None)
         if fast is None:
             raise UsageError("response_format and a forced tool_choice need a fast tokenizer")
-        document = json.loads(fast.to_str())
-        # Markers are never spelled out in text, and no text holds one.
-        for token in document["added_tokens"]:
-            token["special"] = True
-        document |= {"padding": None, "truncation": None}
-        return self._library.LLTokenizer(json.dumps(document), eos_token=self._eos)
+        return GrammarVocabulary(fast.to_str(), self._eos)
 
 
 # Tool syntaxes whose calls are JSON between markers, with what they call the arguments.
@@ -231,8 +182,3 @@ def _arguments(function: Mapping[str, Any]) -> dict[str, Any]:
 
 def _enforced(schema: Mapping[str, Any], *, strict: bool) -> dict[str, Any]:
     return {**schema, "x-guidance": {"lenient": not strict, "whitespace_pattern": _WHITE}}
-
-
-def _line(text: str) -> str:
-    """Return the first line of a message that says something."""
-    return next((line.strip() for line in text.splitlines() if line.strip()), "nothing can follow")

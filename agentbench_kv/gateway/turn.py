@@ -14,8 +14,8 @@ from agentbench_kv.engines.base import (
     Sampling,
     TokenLogprob,
 )
+from agentbench_kv.engines.core.grammar import GrammarConstraint
 from agentbench_kv.errors import ContextLimitError, KVBenchError
-from agentbench_kv.gateway.grammar import GrammarConstraint
 from agentbench_kv.gateway.messages import Message, canonical
 from agentbench_kv.gateway.parsing import Delta, Logprob, Reader, beginning_of
 from agentbench_kv.gateway.session import (

@@ -37,6 +37,7 @@ from agentbench_kv.conformance.engines.fixture import (
     open_fixture,
 )
 from agentbench_kv.conformance.engines.forks import check_forced, check_forks, check_tree
+from agentbench_kv.conformance.engines.forms import check_forms
 from agentbench_kv.conformance.engines.memories import WAYS, memory_part
 from agentbench_kv.conformance.engines.prefixes import SHARING, shared_part
 from agentbench_kv.conformance.engines.rewinds import check_rewinds
@@ -176,6 +177,7 @@ def method_part(
     with fixture.reference(method) as reference:
         expected = reference.play(sessions)
         rewound = check_rewinds(driver, reference)
+        held = check_forms(driver, reference, fixture.codec)
     found, alone = driver.play(sessions), driver.play(sessions, together=False)
     return [
         _check_device(fixture.device, driver.engine.info.device),
@@ -187,6 +189,7 @@ def method_part(
         _check_events(method, found),
         compare("sessions together are as alone", alone, found, _any_problem),
         rewound,
+        held,
     ]
 
 

@@ -81,6 +81,7 @@ class LlamaCppWire(EngineWire):
             *(str(self.file), str(self._stream), options.dtype, cells, options.concurrency),
             *(options.context_limit, options.kv_dtype),
             *("" if options.banks is None else str(options.banks.resolve()), self.sha),
+            *(str(self.model / "tokenizer.json"), self.facts.eos_token_ids),
         )
         environment = self._environment("", {}) | process_env.settings()
         environment |= {SETTINGS: json.dumps(asdict(settings))}
@@ -129,6 +130,7 @@ def _document(request: GenerationRequest) -> dict[str, Any]:
             **{name: getattr(sampling, name) for name in same},
             "stop_token_ids": sorted(sampling.stop_token_ids),
         },
+        "grammar": None if sampling.constraint is None else sampling.constraint.grammar,
     }
 
 

@@ -17,6 +17,7 @@ import httpx
 
 from agentbench_kv.engines.base import (
     Capability,
+    Constraint,
     Engine,
     EngineInfo,
     EngineOptions,
@@ -75,7 +76,10 @@ class ServingEngine(Engine):
     """
 
     capabilities: ClassVar[frozenset[Capability]] = frozenset(
-        {Capability.COMPRESS, Capability.EVICT_SPANS, Capability.PROTECT_SYSTEM, Capability.REWIND}
+        {
+            *(Capability.COMPRESS, Capability.CONSTRAIN, Capability.EVICT_SPANS),
+            *(Capability.PROTECT_SYSTEM, Capability.REWIND),
+        }
     )
 
     def __init__(self, info: EngineInfo, wire: EngineWire, log: Path, bytes_per_token: int) -> None:
@@ -332,6 +336,11 @@ class ServingEngine(Engine):
         if not state.known:
             self._wire.opened(state.backend_name)
         sampling = generation.sampling
+        if generation.produced and sampling.constraint is not None:
+            raise KVBenchError(
+                f"session {state.name}: its backend was lost in the middle of an answer that is "
+                "held to a grammar, and no other can go on with that; ask again"
+            )
         room = self.info.context_limit - state.taken - len(state.tokens)
         left = min(sampling.max_tokens - generation.produced, room)
         request = GenerationRequest(
@@ -363,6 +372,8 @@ class ServingEngine(Engine):
         last = None
         with closing(self._wire.stream(request)) as stream:
             for token in stream:
+                if sampling.constraint is not None:
+                    _check_held(sampling.constraint, token)
                 state.accept(token)
                 self._produced += 1
                 generation.push(token)
@@ -437,6 +448,14 @@ class ServingEngine(Engine):
         if document is not None:
             state.account(stats_from(document))
         return True
+
+
+def _check_held(constraint: Constraint, token: int) -> None:
+    """Follow what a backend that holds to a grammar has drawn; KVBenchError if it did not."""
+    allowed = constraint.allowed()
+    if token >= len(allowed) or not allowed[token]:
+        raise KVBenchError(f"the backend drew token {token}, which the answer's form forbids")
+    constraint.accept(token)
 
 
 def refuse_method(method: Method, facts: ModelFacts | None = None) -> None:
@@ -624,6 +643,7 @@ def run_server(engine: type[_Engine], wire: EngineWire, name: str, model_sha: st
     """Return an engine over the server that `wire` starts."""
     options, facts = wire.options, wire.facts
     able = engine.capabilities - (_OF_PLUGINS if wire.stock else frozenset())
+    able -= frozenset() if wire.holds_grammars else {Capability.CONSTRAIN}
     info = EngineInfo(
         *(name, options.model, wire.model, model_sha, "cuda" if wire.gpu else "cpu"),
         *(options.dtype, wire.context_limit, facts.eos_token_ids, able),

@@ -314,6 +314,11 @@ class EngineWire(ABC):
         """Last position + 1."""
         return self.facts.context_limit
 
+    @property
+    def holds_grammars(self) -> bool:
+        """Whether its environment has what holds an answer to a grammar."""
+        return True
+
     @abstractmethod
     def launch(self) -> Launch:
         """Return how to start the backend."""

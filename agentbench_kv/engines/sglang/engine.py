@@ -41,7 +41,7 @@ from agentbench_kv.engines.serving.wire import (
     stop_document,
 )
 from agentbench_kv.engines.sglang.plugin.hooks import KEY
-from agentbench_kv.environments import python_of
+from agentbench_kv.environments import has_module, python_of
 from agentbench_kv.errors import CapacityError
 from agentbench_kv.methods.base import Method
 
@@ -67,17 +67,23 @@ def _context(facts: ModelFacts, options: EngineOptions) -> int:
 
 
 def flags(
-    options: EngineOptions, facts: ModelFacts, room: CpuRoom | None, *, gpu: bool, stock: bool
+    options: EngineOptions,
+    facts: ModelFacts,
+    room: CpuRoom | None,
+    *,
+    gpu: bool,
+    stock: bool,
+    grammars: bool,
 ) -> list[str]:
     """Return the options of a server, without its address; `stock` is as shipped.
 
-    `room` is what a server on a CPU has for its cache.
+    `room` is what a server on a CPU has for its cache; `grammars`: whether llguidance is there.
     """
     arguments: dict[str, str | None] = {
         "dtype": options.dtype,
         "load-format": options.load_format,
         "context-length": str(_context(facts, options) + MARGIN),
-        "grammar-backend": "none",
+        "grammar-backend": "llguidance" if grammars else "none",
         "sampling-defaults": "openai",
         "skip-server-warmup": None,
         "incremental-streaming-output": None,
@@ -139,6 +145,10 @@ class SglangEngineWire(EngineWire):
         return _context(self.facts, self.options)
 
     @cached_property
+    def holds_grammars(self) -> bool:
+        return has_module(self.python, "llguidance")
+
+    @cached_property
     def _room(self) -> CpuRoom | None:
         context = self.context_limit + MARGIN
         return None if self.gpu else room_on_cpu(self.facts, self.options, context)
@@ -159,7 +169,9 @@ class SglangEngineWire(EngineWire):
         self._client.base_url = httpx.URL(f"http://{_HOST}:{port}")
         command = [str(self.python), "-m", f"{_PLUGIN}.launch"]
         command += ["--model-path", str(self.model), "--host", _HOST, "--port", str(port)]
-        command += flags(self.options, self.facts, self._room, gpu=self.gpu, stock=self.stock)
+        what = self.options, self.facts, self._room
+        grammars = self.holds_grammars
+        command += flags(*what, gpu=self.gpu, stock=self.stock, grammars=grammars)
         plugins = {} if self.stock else {"kvbench": f"{_PLUGIN}.hooks:register"}
         if not self.gpu:
             plugins["kvbench-cpu"] = f"{_PLUGIN}.cpu:register"
@@ -268,6 +280,8 @@ def _sampling(request: GenerationRequest) -> dict[str, Any]:
         "top_k": sampling.top_k or -1,
         "sampling_seed": sampling.seed % (1 << 31),
         "ignore_eos": True,
+        # What its backend llguidance takes under this name is any Lark of llguidance.
+        **({} if sampling.constraint is None else {"ebnf": sampling.constraint.grammar}),
     }
 
 

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Self
 
 import httpx
 
-from agentbench_kv.engines.base import Capability, EngineOptions
+from agentbench_kv.engines.base import Capability, Constraint, EngineOptions
 from agentbench_kv.engines.embedded.model import check_dtype
 from agentbench_kv.engines.serving.engine import (
     ServingEngine,
@@ -160,8 +160,13 @@ class VllmEngineWire(EngineWire):
             "stream": True,
             "return_token_ids": True,
             "stream_options": {"include_usage": True},
+            **self._form(sampling.constraint),
             **({} if self.stock else {"vllm_xargs": extra}),
         }
+
+    @staticmethod
+    def _form(constraint: Constraint | None) -> dict[str, Any]:
+        return {} if constraint is None else {"structured_outputs": {"grammar": constraint.grammar}}
 
     def stock_tokens(self) -> int | None:
         try:
@@ -182,6 +187,8 @@ class VllmEngineWire(EngineWire):
             "load-format": options.load_format,
             "generation-config": "vllm",
             "uvicorn-log-level": "warning",
+            # Others read no grammar in llguidance's Lark.
+            "structured-outputs-config": json.dumps({"backend": "guidance"}),
         }
         if options.kv_dtype:
             arguments["kv-cache-dtype"] = _KV_DTYPES[options.kv_dtype]

@@ -41,7 +41,7 @@ FACTS = ModelFacts("qwen3", 4, 4, 2, 64, 2048, (2,))
 def command(method: str, gpu: bool, **more: Any) -> list[str]:
     options = EngineOptions("micro", make_method(method, None), **more)
     room = None if gpu else CpuRoom(4096, 9999, 1)
-    return flags(options, FACTS, room, gpu=gpu, stock=method == "full")
+    return flags(options, FACTS, room, gpu=gpu, stock=method == "full", grammars=True)
 
 
 def test_the_stock_arm_keeps_the_radix_cache_and_the_others_do_not() -> None:

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from agentbench_kv import __version__
 from agentbench_kv.engines.base import KVStats, Sampling
 from agentbench_kv.engines.core.control import ControlServer
+from agentbench_kv.engines.core.grammar import GrammarVocabulary
 from agentbench_kv.engines.core.host import follow_parent
 from agentbench_kv.engines.core.policy import BackendPolicy
 from agentbench_kv.engines.core.rings import span_attention
@@ -52,6 +53,8 @@ class Settings:
     kv_dtype: str = ""  # of cached rows, where it is not `dtype`
     banks: str = ""  # folder for what memories read of the past; empty: none is kept
     sha: str = ""  # of the model
+    tokenizer: str = ""  # `tokenizer.json`, for grammars
+    ends: Sequence[int] = ()  # ids that end a turn
 
 
 class Backend:
@@ -74,6 +77,7 @@ class Backend:
         self.scheduler = BatchScheduler(context, policy)
         self._spans = SpanCommands(self.scheduler)
         self._memories = MemoryCommands(self.scheduler, _past_files(settings, self.scheduler))
+        self._settings = settings
         self._embeddings = Embeddings(Path(settings.model))
         self._files = 0
 
@@ -102,8 +106,16 @@ class Backend:
         texts, chosen = request["stop"], request["sampling"]
         stop = None if texts is None else self._policy.stop_matcher(texts)
         ends = frozenset(chosen["stop_token_ids"])
-        sampling = Sampling(**{**chosen, "stop_token_ids": ends, "stop": stop})
+        grammar = request["grammar"]
+        held = None if grammar is None else self._vocabulary.constraint(grammar)
+        more = {"stop_token_ids": ends, "stop": stop, "constraint": held}
+        sampling = Sampling(**{**chosen, **more})
         self.scheduler.start(request, sampling, stream)
+
+    @cached_property
+    def _vocabulary(self) -> GrammarVocabulary:
+        document = Path(self._settings.tokenizer).read_text("utf-8")
+        return GrammarVocabulary(document, self._settings.ends)
 
     def _configure(self, request: Mapping[str, Any]) -> None:
         policy = self._policy.with_method(request["method"])
