@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,6 +31,8 @@ from agentbench_kv.gateway.session import (
 )
 from agentbench_kv.methods.base import Phase
 from agentbench_kv.phases.tokens import IncrementalDecoder, StopMatcher, TokenCodec
+
+_WHOLE = ("stop", "tool_calls")  # why an answer ends that nothing has cut off
 
 
 class StopCutter:
@@ -123,11 +126,26 @@ class Turn:
             raise KVBenchError(f"no token fits the schema: {self.constraint.problem}")
         reader = self.reader
         turn = self.session.turns[-1]
+        if self.constraint is not None and turn.finish_reason in _WHOLE and not self._of_its_form():
+            raise KVBenchError(
+                "the answer has not the form that was asked for: nothing could follow, or the "
+                f"backend did not hold to it; it begins with {reader.content[:80]!r}"
+            )
         said = (reader.content, reader.reasoning, reader.tool_calls, turn.finish_reason)
         generated = (reader.unparsable, self._raw, self._output)
         phases = self.session.phases[len(self.session.phases) - len(self._output) :]
         more = (phases.count(Phase.THINK), self._logprobs if self._asks_logprobs else None)
         return ChatResult(*said, *generated, turn, self.session.report(), *more)
+
+    def _of_its_form(self) -> bool:
+        """Whether a whole answer is a call or JSON: backends hold to schemas themselves."""
+        if self.reader.tool_calls or self._cutter.hit:
+            return True
+        try:
+            json.loads(self.reader.content)
+        except ValueError:
+            return False
+        return self.options.answer is not None
 
     @property
     def _asks_logprobs(self) -> bool:

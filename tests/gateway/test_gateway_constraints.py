@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,10 @@ import httpx
 import pytest
 
 from agentbench_kv.adapters.micro.generate import PROFILES, generate, held_out_seed
-from agentbench_kv.engines.base import EngineOptions, Sampling
+from agentbench_kv.engines.base import EngineOptions, Generation, Sampling
 from agentbench_kv.engines.embedded.engine import EmbeddedEngine
 from agentbench_kv.engines.scripted import ScriptedEngine
-from agentbench_kv.errors import UsageError
+from agentbench_kv.errors import KVBenchError, UsageError
 from agentbench_kv.gateway import Gateway
 from agentbench_kv.gateway.grammar import GrammarCompiler, JsonFormat, ToolChoice
 from agentbench_kv.gateway.http import BackgroundServer
@@ -271,6 +272,38 @@ def test_a_script_that_breaks_its_request_is_an_error(script: Callable[..., str]
     status, body = ask(script(ROME), tools=TOOLS, tool_choice="required")
     assert status == 200
     assert body["choices"][0]["finish_reason"] == "tool_calls"
+
+
+class Unheld(ScriptedEngine):
+    """An engine whose backend knows nothing of grammars."""
+
+    def generate(self, session: str, sampling: Sampling) -> Generation:
+        return super().generate(session, replace(sampling, constraint=None))
+
+
+@pytest.mark.parametrize(
+    ("text", "asked", "right"),
+    [
+        ("It rains.", {"answer": JsonFormat()}, False),
+        ('{"a": 1', {"answer": JsonFormat()}, False),
+        ('{"a": 1}', {"answer": JsonFormat()}, True),
+        ("It rains.", {"tool_choice": FORCED}, False),
+        ('{"a": 1}', {"tool_choice": FORCED}, False),
+        (ROME, {"tool_choice": FORCED}, True),
+        ("It rains.", {"answer": JsonFormat(), "max_tokens": 2}, True),  # cut off, and says so
+        ("It rains.", {"answer": JsonFormat(), "stop": ("rains",)}, True),  # by the client
+    ],
+)
+def test_a_backend_that_holds_to_no_grammar_is_found_out(
+    tokenizer_path: Path, text: str, asked: dict[str, Any], right: bool
+) -> None:
+    gateway = Gateway(Unheld(lambda _: [text], tokenizer_path=tokenizer_path))
+    tools = TOOLS if "tool_choice" in asked else None
+    if right:
+        gateway.chat(None, USER, tools, Options(**asked))
+        return
+    with pytest.raises(KVBenchError, match="has not the form that was asked for"):
+        gateway.chat(None, USER, tools, Options(**asked))
 
 
 def test_one_call_only_ends_the_answer_behind_it(script: Callable[..., str]) -> None:

@@ -17,7 +17,6 @@ import httpx
 
 from agentbench_kv.engines.base import (
     Capability,
-    Constraint,
     Engine,
     EngineInfo,
     EngineOptions,
@@ -372,8 +371,6 @@ class ServingEngine(Engine):
         last = None
         with closing(self._wire.stream(request)) as stream:
             for token in stream:
-                if sampling.constraint is not None:
-                    _check_held(sampling.constraint, token)
                 state.accept(token)
                 self._produced += 1
                 generation.push(token)
@@ -448,14 +445,6 @@ class ServingEngine(Engine):
         if document is not None:
             state.account(stats_from(document))
         return True
-
-
-def _check_held(constraint: Constraint, token: int) -> None:
-    """Follow what a backend that holds to a grammar has drawn; KVBenchError if it did not."""
-    allowed = constraint.allowed()
-    if token >= len(allowed) or not allowed[token]:
-        raise KVBenchError(f"the backend drew token {token}, which the answer's form forbids")
-    constraint.accept(token)
 
 
 def refuse_method(method: Method, facts: ModelFacts | None = None) -> None:

@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -195,40 +195,16 @@ def test_many_sessions_share_one_restart(build: Build) -> None:
     assert starts(engine) == 2
 
 
-class AnyOf:
-    """A constraint that allows some ids at every token."""
+class Anything:
+    """A constraint that allows everything."""
 
     grammar = "start: /.*/"
 
-    def __init__(self, ids: Iterable[int]) -> None:
-        self.ids = [*ids]
-        self.taken: list[int] = []
-
     def allowed(self) -> NDArray[np.bool_]:
-        return np.isin(np.arange(97), self.ids)
+        return np.ones(97, np.bool_)
 
     def accept(self, token: int) -> None:
-        self.taken.append(token)
-
-
-@pytest.mark.parametrize("stock", [False, True])
-def test_a_token_that_the_grammar_forbids_is_an_error(stock: bool, build: Build) -> None:
-    engine, said = build(stock=stock), expected(PROMPT, 8)
-    assert said[5] not in said[:5]
-    obeyed, broken = AnyOf(said), AnyOf(said[:5])
-    for name, held in {"obeyed": obeyed, "broken": broken}.items():
-        engine.open(name, TokenPhases())
-        extend(engine, name, PROMPT)
-        generation = engine.generate(name, Sampling(8, constraint=held))
-        if held is obeyed:
-            assert list(generation) == said == obeyed.taken
-        else:
-            with pytest.raises(KVBenchError, match=f"drew token {said[5]}, which the answer's"):
-                list(generation)
-            assert broken.taken == said[:5]
-            # It is no token of the session, which goes on behind the last one that was right.
-            assert engine.stats(name).logical == len(PROMPT) + 5
-    assert starts(engine) == 1
+        pass
 
 
 def test_no_other_backend_goes_on_in_the_middle_of_a_grammar(build: Build) -> None:
@@ -237,7 +213,7 @@ def test_no_other_backend_goes_on_in_the_middle_of_a_grammar(build: Build) -> No
     hold = folder_of(engine) / "hold"
     hold.touch()
     extend(engine, "s", PROMPT)
-    generation = iter(engine.generate("s", Sampling(30, constraint=AnyOf(range(97)))))
+    generation = iter(engine.generate("s", Sampling(30, constraint=Anything())))
     said = [next(generation) for _ in range(fake_backend.HELD)]
     kill(engine, "core")
     hold.unlink()
@@ -254,8 +230,7 @@ def test_a_backend_lost_before_the_first_token_is_asked_again(build: Build) -> N
     engine.open("s", TokenPhases())
     kill(engine, "core")
     extend(engine, "s", PROMPT)
-    held = AnyOf(range(97))
-    assert list(engine.generate("s", Sampling(6, constraint=held))) == expected(PROMPT, 6)
+    assert list(engine.generate("s", Sampling(6, constraint=Anything()))) == expected(PROMPT, 6)
     assert starts(engine) == 2
 
 
