@@ -96,7 +96,7 @@ def test_the_embedded_engine_passes(fixture_for: Callable[[type], Fixture]) -> N
     results += crowd_part(one, method) + leak_part(one, method, examples=2)
     assert not failed(results), results
     assert not any(result.skipped for result in results)
-    assert len(results) == 21
+    assert len(results) == 22
 
 
 @pytest.mark.parametrize("name", ["full", "streamingllm@paper"])
