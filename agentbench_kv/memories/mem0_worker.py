@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +31,25 @@ def add(request: Any) -> dict[str, Any]:
     memory, said = _opened(args), _Errors()
     logging.getLogger("mem0").addHandler(said)
     try:
-        memory.add(told, user_id=_USER, metadata={"messages": args["numbers"]})
+        about = {"metadata": {"messages": args["numbers"]}, "prompt": _dated(args["when"])}
+        memory.add(told, user_id=_USER, **about)
     except LLMError as error:
         if not is_models_doing(error.__cause__):
             raise
         return {"failed": f"{type(error).__name__}: {error}"}
     # An answer that it cannot read is nothing to it but a line in its log.
     return {"failed": "; ".join(said.lines)}
+
+
+def _dated(when: str | None) -> str | None:
+    """Return what the package is to know of a past session's time: it takes all for today's."""
+    if when is None:
+        return None
+    time = datetime.fromisoformat(when)
+    return (
+        f"The new messages were written on {time:%d %B %Y} at {time:%H:%M}. This is their "
+        "observation date: resolve every relative date by it, and by no other date given here."
+    )
 
 
 class _Errors(logging.Handler):

@@ -21,7 +21,7 @@ from agentbench_kv.methods.memory.plain import PlainMemory
 
 _HERE = Path(__file__).parent
 # How a past is told; checkpoints of banks that were told it otherwise are not gone on from.
-TELLING = "texts, thoughts, calls, results"
+TELLING = "texts, thoughts, calls, results, dates"
 _LONGEST_WORD = 300  # characters of a failure that are shown
 _log = logging.getLogger(__name__)
 # A graph store maps terabytes of addresses; a package writes files as large as it wants.
