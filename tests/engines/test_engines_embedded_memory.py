@@ -26,6 +26,7 @@ from agentbench_kv.methods.memory.memart import MemArt
 from agentbench_kv.registry import make_method
 
 BLOCK = 8
+NORMS, SUMS = ("softmax", "rr"), ("max", "sum")
 
 
 class Others:
@@ -123,14 +124,29 @@ def relevance(queries: Tensor, blocks: list[Tensor], normalise: str, aggregate: 
     return found
 
 
-@pytest.mark.parametrize("normalise", ["softmax", "rr"])
-@pytest.mark.parametrize("aggregate", ["max", "sum"])
+@pytest.mark.parametrize(
+    ("normalise", "aggregate", "scale", "rope"),
+    [
+        *((normalise, aggregate, "off", "raw") for normalise in NORMS for aggregate in SUMS),
+        ("softmax", "max", "on", "raw"),
+        ("softmax", "sum", "on", "last"),
+        ("softmax", "max", "off", "last"),
+        ("rr", "sum", "off", "last"),
+    ],
+)
 def test_every_layer_brings_back_what_the_definition_says(
-    normalise: str, aggregate: str, tiny_model: Any, make_engine: Any, monkeypatch: Any
+    normalise: str,
+    aggregate: str,
+    scale: str,
+    rope: str,
+    tiny_model: Any,
+    make_engine: Any,
+    monkeypatch: Any,
 ) -> None:
     network, rng, seen = tiny_model("qwen3"), random.Random(2), TraceRecorder()
     settings = {
         "topk": "3", "block": str(BLOCK), "normalise": normalise, "aggregate": aggregate,
+        "scale": scale, "retrieval_rope": rope,
     }  # fmt: skip
     reference = deepcopy(network)
     engine = make_engine(network, "memart", None, settings, recorder=seen)
@@ -170,7 +186,11 @@ def test_every_layer_brings_back_what_the_definition_says(
         starts += list(range(first, last, BLOCK))
     ends = [*starts[1:], 80]
     for layer in range(layers):
-        asked = queries[layer][:, : len(question)]
+        asked = queries[layer][:, : len(question)].double()
+        if rope == "last":
+            asked = turned(asked, count + torch.arange(len(question)), frequencies)
+        if scale == "on":
+            asked = asked / asked.shape[-1] ** 0.5
         blocks = [keys[layer][:, a:b] for a, b in zip(starts, ends, strict=True)]
         scores = relevance(asked, blocks, normalise, aggregate)
         order = sorted(range(len(blocks)), key=lambda n: (-scores[n], n))

@@ -232,6 +232,14 @@ def test_controls_find_it_without_looking(pick: str, tiny_model: Any, make_engin
         answer = feed(engine, "s", question, 8)
         found.append((answer, engine.recalled("s").tolist(), engine.close("s")))
     assert found[0] == found[1]
+    rows = found[0][1]
+    assert all(layer == rows[0] for layer in rows)
+    # Blocks of 8 begin at 0, ..., 48 and at 50, ..., 90, where the last one has one row.
+    if pick == "last":
+        assert rows[0] == [*range(66, 73), *range(74, 91)]
+    else:
+        assert len(set(rows[0])) == len(rows[0]) == 3 * BLOCK
+        assert rows[0] not in ([*range(24)], [*range(66, 73), *range(74, 91)])
     assert (found[1][2].prefill_tokens, found[1][2].recomputed) == (9, 0)
 
 
