@@ -51,7 +51,7 @@ def questions():
 def conversation(name):
     talk = {"speaker_a": "Ada", "speaker_b": "Ben"}
     for number in (10, 2, 1):
-        talk |= {f"session_{number}_date_time": f"{number} May, 2023"}
+        talk |= {f"session_{number}_date_time": f"1:56 pm on {number} May, 2023"}
         talk |= {f"session_{number}": session(number)}
     talk["session_99_date_time"] = "never held"
     return {"sample_id": name, "conversation": talk, "qa": questions()}

@@ -12,7 +12,9 @@ def one(folder):  # noqa: ARG001
 
 def test_sessions_come_by_number_and_dates_without_one_are_left_out(folder):
     talk = one(folder)
-    assert [each.date for each in talk.sessions] == ["1 May, 2023", "2 May, 2023", "10 May, 2023"]
+    assert [each.date for each in talk.sessions] == [
+        f"1:56 pm on {day} May, 2023" for day in (1, 2, 10)
+    ]
     assert [each.id for each in talk.sessions[2].utterances] == ["D10:1", "D10:2"]
     assert talk.sessions[0].utterances[0].caption == "a grey harbour"
     assert talk.sessions[0].utterances[1].caption is None

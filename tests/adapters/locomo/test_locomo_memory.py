@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 
 from agentbench_kv.adapters.locomo.scoring import find_spec
+from agentbench_kv.engines.embedded.model import model_path
+from agentbench_kv.gateway.client import InProcessClient
+from agentbench_kv.phases.tokens import load_tokenizer
 from agentbench_kv.results.store import RunReader
 from agentbench_kv.results.summary import summarize
 from agentbench_kv.run.runner import run_one
@@ -65,6 +68,26 @@ def test_questions_are_read_and_nothing_else(tmp_path: Path) -> None:
     assert whole.kv.prefill_tokens == part.kv.prefill_tokens
     # Other prompts than the whole conversation's are no drift.
     assert whole.prompt_sha is None
+
+
+def test_a_question_prefills_its_own_prompt_and_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    chat = InProcessClient.chat
+
+    def spy(self: InProcessClient, messages: Any, *rest: Any, **more: Any) -> Any:
+        asked.append(messages)
+        return chat(self, messages, *rest, **more)
+
+    monkeypatch.setattr(InProcessClient, "chat", spy)
+    trial = played(tmp_path, "memart", {"topk": "3", "block": "8"})
+    assert len(asked) == trial.metrics["questions"] == 5
+    assert all([each["role"] for each in messages] == ["system", "user"] for messages in asked)
+    tokenizer = load_tokenizer(model_path("micro"))
+    shapes = {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
+    prompts = [len(tokenizer.apply_chat_template(each, **shapes)) for each in asked]
+    assert trial.metrics["answer_prefill_tokens_total"] == sum(prompts)
 
 
 def test_later_questions_find_earlier_ones_if_turns_are_appended(tmp_path: Path) -> None:

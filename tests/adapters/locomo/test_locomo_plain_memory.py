@@ -20,6 +20,7 @@ from agentbench_kv.adapters.locomo.scoring import find_spec
 from agentbench_kv.environments import memory_probe
 from agentbench_kv.errors import PrerequisiteError
 from agentbench_kv.gateway.recall import _TITLE
+from agentbench_kv.memories import store
 from agentbench_kv.results.store import CHECKPOINTS, RunReader
 from agentbench_kv.results.summary import summarize
 from agentbench_kv.run.runner import run_one
@@ -72,6 +73,7 @@ class ScriptedModel(BaseHTTPRequestHandler):
         self.wfile.write(raw)
 
 
+DAYS = (1, 2, 10)  # of May 2023: the sessions of the made conversations
 FACTS = ("Ada was in Lima in session 2", "Ben did read books, first of all towns")
 
 
@@ -86,6 +88,12 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, list[dict[str,
     yield f"http://127.0.0.1:{server.server_address[1]}/v1", handler.asked  # type: ignore[attr-defined]
     server.shutdown()
     server.server_close()
+
+
+def _texts(forms: list[dict[str, Any]], words: list[str]) -> list[list[str]]:
+    """Return, for each of some words, the requests that hold it."""
+    said = [json.dumps(each["messages"]) for each in forms]
+    return [[text for text in said if word in text] for word in words]
 
 
 def skip_without(method: str) -> None:
@@ -117,6 +125,9 @@ def test_a_conversation_is_told_and_asked_about(
     forms = [each for each in asked if "response_format" in each]
     named = {each["response_format"].get("json_schema", {}).get("name", "") for each in forms}
     assert schemas <= named
+    # Each is told when it was said: mem0 takes all for today's otherwise.
+    days = [f"{day:02d} May 2023" if method == "mem0" else f"2023-05-{day:02d}" for day in DAYS]
+    assert all(_texts(forms, days)), "a session's day is told to nobody"
     # Three past sessions; the model's part in taking them in is counted, apart from the answers.
     assert trial.metrics["ingest_calls"] == len(forms) >= 3
     assert trial.metrics["ingest_tokens"] == 55 * len(forms)
@@ -129,6 +140,30 @@ def test_a_conversation_is_told_and_asked_about(
     questions = [each for each in asked if "response_format" not in each]
     assert len(questions) == trial.metrics["questions"]
     assert all(len(each["messages"]) == 2 for each in questions)
+
+
+TELEMETRY = {
+    "mem0": "from mem0.memory.telemetry import MEM0_TELEMETRY as on",
+    "graphiti": "from graphiti_core.telemetry import telemetry as t; on = t.is_telemetry_enabled()",
+}
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("method", sorted(TELEMETRY))
+def test_no_package_tells_its_makers_anything(tmp_path: Path, method: str) -> None:
+    skip_without(method)
+    said = []
+    ours = {name: text.format(scratch=tmp_path) for name, text in store._ENVIRONMENT.items()}
+    for environment in ({}, ours):
+        run = subprocess.run(
+            [environments.python_of(method), "-c", f"{TELEMETRY[method]}; print(on)"],
+            env={"HOME": str(tmp_path), "MEM0_DIR": str(tmp_path), **environment},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        said.append(run.stdout.split()[-1])
+    assert said == ["True", "False"]
 
 
 @pytest.mark.engine

@@ -64,7 +64,7 @@ def test_the_agent_reads_turn_by_turn_under_the_dates():
     (messages,) = client.asked
     assert [m["role"] for m in messages] == ["system"] + ["user"] * 7
     assert messages[1]["content"] == (
-        "[1 May, 2023]\nAda: I was in Lima — lovely! [image: a grey harbour]"
+        "[1:56 pm on 1 May, 2023]\nAda: I was in Lima — lovely! [image: a grey harbour]"
     )
     assert messages[2]["content"] == "Ben: And I read 1 books at home."
     assert messages[-1]["content"].startswith("Question: Where was Ada in session 2?")
