@@ -1,6 +1,6 @@
 """Managed environments: pinned dependencies that cannot share the core's interpreter."""
 
-from agentbench_kv.environments.build import has_module
+from agentbench_kv.environments.build import version_there
 from agentbench_kv.environments.locations import home, override_variable
 from agentbench_kv.environments.profiles import PROFILES, Profile
 from agentbench_kv.environments.store import (
@@ -18,10 +18,10 @@ __all__ = [
     "Profile",
     "check",
     "create",
-    "has_module",
     "home",
     "list_environments",
     "override_variable",
     "python_of",
     "remove",
+    "version_there",
 ]

@@ -115,14 +115,15 @@ def version_of(python: Path) -> Version | None:
     return (int(numbers[0]), int(numbers[1])) if run.returncode == 0 else None
 
 
-def has_module(python: Path, name: str) -> bool:
-    """Return whether an interpreter has a module, without importing it; False if it cannot run."""
-    code = "import importlib.util, sys; sys.exit(importlib.util.find_spec(sys.argv[1]) is None)"
+def version_there(python: Path, distribution: str) -> str:
+    """Return which version of a distribution an interpreter has; empty where it has none."""
+    code = "import importlib.metadata as m, sys; print(m.version(sys.argv[1]))"
+    command = (str(python), "-c", code, distribution)
     try:
-        run = subprocess.run((str(python), "-c", code, name), capture_output=True, timeout=60)
+        run = subprocess.run(command, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
-        return False
-    return run.returncode == 0
+        return ""
+    return run.stdout.strip() if run.returncode == 0 else ""
 
 
 def _candidates(oldest: Version, newest: Version) -> Iterator[Path]:

@@ -61,7 +61,7 @@ class GrammarCompiler:
         called = _chosen(choice, functions) if forced else functions
         if choice.mode == "none":
             called = []
-        rules = Rules(self._codec, self._syntax, thinking=thinking)
+        rules = Rules(self._codec, self._syntax, self._eos, thinking=thinking)
         if called:
             rules.add_calls(called, several=choice.parallel)
         if answer is not None and not forced:
@@ -96,8 +96,13 @@ _WHITE = r" |\n[ \t]{0,40}"  # a model could go on with more for ever
 class Rules:
     """The grammar of one answer, in llguidance's Lark."""
 
-    def __init__(self, codec: TokenCodec, syntax: ToolSyntax, *, thinking: bool) -> None:
+    def __init__(
+        self, codec: TokenCodec, syntax: ToolSyntax, eos: Sequence[int], *, thinking: bool
+    ) -> None:
         self._codec = codec
+        # A backend may know one end, and not the model's; as tokens of the grammar all may come.
+        ends = " | ".join(f"<[{token}]>" for token in eos)
+        self._end = f" ({ends})?" if eos else ""
         self._syntax = syntax
         self.schemas: dict[str, str] = {}  # as terms of a rule, by what they belong to
         self._ways: list[str] = []
@@ -105,7 +110,9 @@ class Rules:
         self._start = "thought" if thinking else "thought?"
 
     def text(self) -> str:
-        return "\n".join([f"start: {self._start} ({' | '.join(self._ways)})", *self._lines])
+        return "\n".join(
+            [f"start: {self._start} ({' | '.join(self._ways)}){self._end}", *self._lines]
+        )
 
     def add_calls(self, functions: Tools, *, several: bool) -> None:
         syntax = self._syntax

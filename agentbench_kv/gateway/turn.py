@@ -32,6 +32,17 @@ from agentbench_kv.gateway.session import (
 from agentbench_kv.methods.base import Phase
 from agentbench_kv.phases.tokens import IncrementalDecoder, StopMatcher, TokenCodec
 
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text, parse_int=str)
+    except RecursionError:  # deep, and so far right
+        return True
+    except ValueError:
+        return False
+    return True
+
+
 _WHOLE = ("stop", "tool_calls")  # why an answer ends that nothing has cut off
 
 
@@ -138,14 +149,15 @@ class Turn:
         return ChatResult(*said, *generated, turn, self.session.report(), *more)
 
     def _of_its_form(self) -> bool:
-        """Whether a whole answer is a call or JSON: backends hold to schemas themselves."""
+        """Whether a whole answer is a call, if an unreadable one, or JSON behind a thought.
+
+        Backends hold to schemas themselves; a string may hold the words of any marker.
+        """
         if self.reader.tool_calls or self._cutter.hit:
             return True
-        try:
-            json.loads(self.reader.content)
-        except ValueError:
-            return False
-        return self.options.answer is not None
+        if self.options.tool_choice.mode == "required":
+            return self.reader.unparsable
+        return any(map(_is_json, (self._raw, self._raw.partition("</think>")[2])))
 
     @property
     def _asks_logprobs(self) -> bool:
@@ -217,6 +229,9 @@ class Turn:
     def _sampling(self) -> Sampling:
         options = self.options
         stop_ids = self._stop_ids if options.ignore_eos else self._stop_ids | self.eos
+        own_end = self.codec.tokenizer.eos_token_id
+        if self.constraint is not None and own_end is not None:
+            stop_ids |= {own_end}  # with which a backend may end what is held to a grammar
         seed = _turn_seed(options.seed, len(self.session.turns))
         shape = (options.temperature, options.top_p, options.top_k)
         ends = (stop_ids, self._matcher)

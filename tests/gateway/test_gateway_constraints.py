@@ -290,6 +290,9 @@ class Unheld(ScriptedEngine):
         ("It rains.", {"tool_choice": FORCED}, False),
         ('{"a": 1}', {"tool_choice": FORCED}, False),
         (ROME, {"tool_choice": FORCED}, True),
+        ('{"a": "the <think> tag"}', {"answer": JsonFormat()}, True),
+        ('{"a": ' + "7" * 5000 + "}", {"answer": JsonFormat()}, True),
+        (ROME.replace("Rome", "</tool_call>"), {"tool_choice": FORCED}, True),
         ("It rains.", {"answer": JsonFormat(), "max_tokens": 2}, True),  # cut off, and says so
         ("It rains.", {"answer": JsonFormat(), "stop": ("rains",)}, True),  # by the client
     ],

@@ -18,6 +18,14 @@ from agentbench_kv.engines.base import Capability
 from agentbench_kv.phases import TokenCodec
 
 _NUMBERS = 'start: "[" NUMBER (", " NUMBER){14} "]"\nNUMBER: /[1-9][0-9][0-9]/'
+# As the gateway writes them, without the white space that versions of llguidance differ in.
+_JSON = (
+    "start: <[{opens}]> THOUGHT <[{closes}]> answer (<[{end}]>)?\nTHOUGHT: /[a-z ]{{20}}/\n"
+    'answer: %json {{"type": "object", "properties": {{"a": {{"type": "array", "items": '
+    '{{"type": "integer", "minimum": 100, "maximum": 999}}, "minItems": 9, "maxItems": 9}}, '
+    '"b": {{"enum": ["left", "right"]}}}}, "required": ["a", "b"], "additionalProperties": false, '
+    '"x-guidance": {{"whitespace_flexible": false}}}}'
+)
 _WHOLE = re.compile(r"\[[1-9]\d\d(, [1-9]\d\d){14}\]<\|im_end\|>")
 _FREE = TurnPlan(prompt(40, 64), 45)
 _HELD = "held"
@@ -26,7 +34,7 @@ _HELD = "held"
 def check_forms(driver: Driver, reference: Driver, codec: TokenCodec) -> CheckResult:
     """Check that tokens are the reference's, which draws the best that the grammar allows.
 
-    One answer is whole, one is cut off in the middle, and both sessions go on without a grammar.
+    Of numbers one answer is whole and one cut off; one is JSON. All go on without a grammar.
     """
     name = "answers are held to a grammar"
     if Capability.CONSTRAIN not in driver.engine.info.capabilities:
@@ -37,6 +45,7 @@ def check_forms(driver: Driver, reference: Driver, codec: TokenCodec) -> CheckRe
     sessions: Sessions = {
         _HELD: [whole, _FREE],
         "cut off": [cut, _FREE],
+        "JSON": [TurnPlan(prompt(70, 65), 200, stop_ids=ends, grammar=_json(codec, ends)), _FREE],
         "free": [TurnPlan(prompt(130, 63), 60), _FREE],
     }
     expected, found = reference.play(sessions), driver.play(sessions)
@@ -45,6 +54,11 @@ def check_forms(driver: Driver, reference: Driver, codec: TokenCodec) -> CheckRe
         return CheckResult(name, False, f"the answer is {said!r}")
     # As shipped, an engine keeps no accounts.
     return compare(name, expected, found, partial(_problem, counted=driver.method.name != "full"))
+
+
+def _json(codec: TokenCodec, ends: frozenset[int]) -> str:
+    marks = {"opens": codec.added["<think>"], "closes": codec.added["</think>"]}
+    return _JSON.format(**marks, end=min(ends))
 
 
 def _problem(expected: SessionTrace, found: SessionTrace, *, counted: bool) -> str:

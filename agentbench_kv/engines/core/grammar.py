@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -76,6 +77,15 @@ class GrammarVocabulary:
             token["special"] = True
         plain: Mapping[str, Any] = document | {"padding": None, "truncation": None}
         return self._library.LLTokenizer(json.dumps(plain), eos_token=self._eos)
+
+
+def holds_grammars(tokenizer: Path, eos: Sequence[int]) -> bool:
+    """Return whether llguidance takes the tokens of a `tokenizer.json`, and what ends a turn."""
+    try:
+        vocabulary = GrammarVocabulary(tokenizer.read_text("utf-8"), eos)
+        return bool(vocabulary.constraint('start: ""').allowed().any())
+    except (OSError, ValueError, KeyError):
+        return False
 
 
 def _line(text: str) -> str:

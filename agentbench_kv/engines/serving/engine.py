@@ -264,6 +264,11 @@ class ServingEngine(Engine):
 
     def _play(self, state: ServingSession, generation: ServingGeneration) -> FinishReason:
         def stream() -> FinishReason:
+            if generation.produced and generation.sampling.constraint is not None:
+                raise KVBenchError(
+                    f"session {state.name}: its backend was lost in the middle of an answer that "
+                    "is held to a grammar, and no other can go on with that; ask again"
+                )
             if state.epoch != self._epoch:
                 state.enter(self._epoch)
             try:
@@ -335,11 +340,6 @@ class ServingEngine(Engine):
         if not state.known:
             self._wire.opened(state.backend_name)
         sampling = generation.sampling
-        if generation.produced and sampling.constraint is not None:
-            raise KVBenchError(
-                f"session {state.name}: its backend was lost in the middle of an answer that is "
-                "held to a grammar, and no other can go on with that; ask again"
-            )
         room = self.info.context_limit - state.taken - len(state.tokens)
         left = min(sampling.max_tokens - generation.produced, room)
         request = GenerationRequest(

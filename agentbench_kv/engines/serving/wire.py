@@ -6,11 +6,13 @@ With what a model folder says of the model, and the server-sent events of an ans
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,6 +20,7 @@ import httpx
 
 from agentbench_kv.accounting import LayerReach
 from agentbench_kv.engines.base import EngineOptions, Sampling
+from agentbench_kv.engines.core.grammar import holds_grammars
 from agentbench_kv.engines.core.host import ALLOW_UNTESTED
 from agentbench_kv.engines.core.kv_dtype import BLOCK, BLOCKS, KV_DTYPES
 from agentbench_kv.engines.core.ledger import WindowBytes
@@ -29,11 +32,14 @@ from agentbench_kv.engines.serving.process import (
     link_packages,
     listens,
 )
+from agentbench_kv.environments import version_there
 from agentbench_kv.errors import KVBenchError, PrerequisiteError, UsageError
 from agentbench_kv.methods.base import Method
 from agentbench_kv.phases.machine import PromptPhases
 from agentbench_kv.phases.tokens import StopMatcher, quiet_library
 
+# llguidance before it fails in a server's own loop where a grammar leads nowhere.
+GRAMMARS_SINCE = (1, 7)
 # Model types whose keys were found to turn by `core.policy.rope_frequencies`.
 TURNABLE = ("llama", "mistral", "phi3", "qwen2", "qwen3", "qwen3_moe")
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -314,10 +320,13 @@ class EngineWire(ABC):
         """Last position + 1."""
         return self.facts.context_limit
 
-    @property
+    @cached_property
     def holds_grammars(self) -> bool:
-        """Whether its environment has what holds an answer to a grammar."""
-        return True
+        """Whether its environment, and the model's tokenizer, have what grammars need."""
+        found = re.match(r"(\d+)\.(\d+)", version_there(self.python, "llguidance"))
+        if found is None or (int(found[1]), int(found[2])) < GRAMMARS_SINCE:
+            return False
+        return holds_grammars(self.model / "tokenizer.json", self.facts.eos_token_ids)
 
     @abstractmethod
     def launch(self) -> Launch:

@@ -41,7 +41,7 @@ from agentbench_kv.engines.serving.wire import (
     stop_document,
 )
 from agentbench_kv.engines.sglang.plugin.hooks import KEY
-from agentbench_kv.environments import has_module, python_of
+from agentbench_kv.environments import python_of
 from agentbench_kv.errors import CapacityError
 from agentbench_kv.methods.base import Method
 
@@ -143,10 +143,6 @@ class SglangEngineWire(EngineWire):
     @property
     def context_limit(self) -> int:
         return _context(self.facts, self.options)
-
-    @cached_property
-    def holds_grammars(self) -> bool:
-        return has_module(self.python, "llguidance")
 
     @cached_property
     def _room(self) -> CpuRoom | None:
@@ -293,7 +289,8 @@ def _refuse_abort(event: dict[str, Any]) -> None:
     message = str(reason.get("message"))
     if reason.get("err_type") == CapacityError.__name__:
         raise CapacityError(message)
-    raise RequestError(f"the backend gave up: {message}")
+    # What it says of a grammar is the request's own, and no sign of its death.
+    raise RequestError(f"the backend gave up: {message}", refused="rammar" in message)
 
 
 def _unsupported(facts: ModelFacts, options: EngineOptions, *, gpu: bool) -> str:

@@ -223,6 +223,8 @@ def test_no_other_backend_goes_on_in_the_middle_of_a_grammar(build: Build) -> No
     # The next request is answered, by another backend.
     again = turn(engine, "s", [7], 6)
     assert again == expected([*PROMPT, *said, 7], 6)
+    # Once: that answer's own request computed nothing again.
+    assert engine.close("s").recomputed == len(PROMPT) + fake_backend.HELD - 1
 
 
 def test_a_backend_lost_before_the_first_token_is_asked_again(build: Build) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from agentbench_kv.engines.base import Capability, EngineInfo, EngineOptions, Sa
 from agentbench_kv.engines.core.grammar import GrammarVocabulary
 from agentbench_kv.engines.embedded.model import model_path
 from agentbench_kv.engines.llamacpp import engine as llamacpp
+from agentbench_kv.engines.serving import wire as wires
 from agentbench_kv.engines.serving.engine import ServingEngine, run_server
 from agentbench_kv.engines.serving.wire import GenerationRequest, ModelFacts
 from agentbench_kv.engines.sglang import engine as sglang
@@ -35,14 +37,6 @@ class Anything:
 
     def accept(self, token: int) -> None:
         pass
-
-
-class Lacking(VllmEngineWire):
-    """A wire whose environment lacks what grammars need."""
-
-    @property
-    def holds_grammars(self) -> bool:
-        return False
 
 
 class Unstarted(ServingEngine):
@@ -78,16 +72,38 @@ def test_a_grammar_goes_to_the_backend_in_its_own_words(method: str, tmp_path: P
 
 
 @pytest.mark.parametrize(("grammars", "backend"), [(True, "llguidance"), (False, "none")])
-def test_sglang_without_llguidance_starts_and_says_that_it_cannot(
-    grammars: bool, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("KVBENCH_HOME", str(tmp_path))
+def test_sglang_without_llguidance_starts(grammars: bool, backend: str) -> None:
     options = EngineOptions("micro", make_method("full", None))
     said = sglang.flags(options, FACTS, None, gpu=True, stock=True, grammars=grammars)
     assert said[said.index("--grammar-backend") + 1] == backend
-    wire = make_wire(VllmEngineWire if grammars else Lacking, tmp_path, "full")
-    able = run_server(Unstarted, wire, "stand-in", "sha").info.capabilities
-    assert (Capability.CONSTRAIN in able) == grammars
+
+
+@pytest.mark.parametrize(
+    ("version", "tokenizer", "eos", "able"),
+    [
+        ("1.7.6", "micro", (2,), True),
+        ("1.9.1", "micro", (2, 0), True),
+        ("", "micro", (2,), False),
+        ("0.7.30", "micro", (2,), False),  # SGLang 0.5.12's, which ends its server at a dead end
+        ("1.9.1", "", (2,), False),
+        ("1.9.1", "odd", (2,), False),
+        ("1.9.1", "micro", (), False),
+        ("1.9.1", "micro", (99_999,), False),
+    ],
+)
+def test_an_engine_constrains_where_llguidance_can(
+    version: str, tokenizer: str, eos: tuple[int, ...], able: bool, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("KVBENCH_HOME", str(tmp_path))
+    monkeypatch.setattr(wires, "version_there", lambda *_: version)
+    if tokenizer:
+        text = (model_path("micro") / "tokenizer.json").read_text()
+        (tmp_path / "tokenizer.json").write_text(text if tokenizer == "micro" else "{}")
+    wire = make_wire(VllmEngineWire, tmp_path, "full")
+    wire.facts = replace(FACTS, eos_token_ids=eos)
+    found = run_server(Unstarted, wire, "stand-in", "sha").info.capabilities
+    assert (Capability.CONSTRAIN in found) == able
 
 
 def test_a_server_holds_to_a_grammar_as_the_gateway_does() -> None:

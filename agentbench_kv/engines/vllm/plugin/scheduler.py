@@ -80,6 +80,11 @@ class EvictingScheduler(Scheduler):
             output.kvbench = self._step_plan(output)
             return output
 
+    def get_grammar_bitmask(self, *args: Any, **kwargs: Any) -> Any:
+        """Read the requests as vLLM does: none may be ended meanwhile by a command."""
+        with self.lock:
+            return super().get_grammar_bitmask(*args, **kwargs)
+
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """Take in what the workers made, and how many rows they moved."""
         with self.lock:
