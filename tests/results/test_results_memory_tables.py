@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from agentbench_kv.results.runs import load_runs
 from agentbench_kv.results.site.build import build_site
 from agentbench_kv.results.store import RunStore
 from agentbench_kv.results.summary import ledger_means
+from agentbench_kv.results.tables.ledger import HOSTED
 from agentbench_kv.results.tables.model import Cell, Kind, Row, Table
 from agentbench_kv.results.tables.report import report_tables
 
@@ -172,6 +174,35 @@ def test_f1_bleu_and_evidence_recall_are_shown_without_being_asked_for(runs: Pat
     assert row(table, "full, last 50 turns")["F1"].value == pytest.approx(0.2)
     # Of a trial that failed nothing is right.
     assert row(table, "mem0")["F1"].value == pytest.approx(2 / 30)
+
+
+def test_rows_of_packages_say_what_they_are_not(runs: Path) -> None:
+    for words in ("what a memory costs", "parts of the score"):
+        assert HOSTED in one(tables(runs), words).legend
+    for folder in runs.glob("mem0*"):
+        shutil.rmtree(folder)
+    for words in ("what a memory costs", "parts of the score"):
+        assert HOSTED not in one(tables(runs), words).legend
+
+
+def test_what_says_nothing_alone_has_its_other_half_beside_it(
+    runs: Path, write: Callable[..., Path]
+) -> None:
+    plain = one(tables(runs), "parts of the score")
+    undisputed = {"f1_undisputed_right": 3, "f1_undisputed_asked": 8}
+    declined = {"adversarial_right": 4, "adversarial_null_right": 5, "attempted_right": 9}
+    asked = {name.replace("_right", "_asked"): 5 for name in declined} | {"attempted_asked": 10}
+    own = metrics(2, 1, **READ, **undisputed, **declined, **asked)
+    write("asked", own, {"restored": 500}, method="graphiti", provenance={"remembers": True})
+    table = one(tables(runs), "parts of the score")
+    titles = {column.title for column in table.columns}
+    assert titles - {column.title for column in plain.columns} == {
+        *("F1, undisputed", "adversarial", "a null agent's", "attempted")
+    }
+    found = row(table, "graphiti")
+    assert [found[name].value for name in ("F1", "F1, undisputed")] == [0.2, 0.375]
+    wanted = {"adversarial": 0.8, "a null agent's": 1.0, "attempted": 0.9}
+    assert {name: found[name].value for name in wanted} == wanted
 
 
 def test_who_chooses_a_metric_has_no_other_parts(runs: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from agentbench_kv.results.runs import Run, Setting, by_setting, variants
 from agentbench_kv.results.tables.costs import budget_text
@@ -19,6 +19,10 @@ LEGEND = (
     "so beside the agent; nothing is read for them",
     "an answer: mean over answers; live MB: of its cache, at the bytes that a token takes at the "
     "run's peak; TTFT: with the memory's search",
+)
+HOSTED = (
+    "mem0, graphiti: the open packages, with the run's own model and encoder; they are not the "
+    "services that their makers host (graphiti: Zep)"
 )
 # Columns by the ledger's figures (`Summary.ledger`).
 _READ = {
@@ -74,7 +78,13 @@ def _ledger(setting: Setting, runs: Sequence[Run]) -> Table:
     )
     what = "what a memory costs"
     apart = ("ledger",)
-    return setting_table(Kind.EFFICIENCY, what, setting, columns, rows, legend=LEGEND, apart=apart)
+    legend = [*LEGEND, *hosted(runs)]
+    return setting_table(Kind.EFFICIENCY, what, setting, columns, rows, legend=legend, apart=apart)
+
+
+def hosted(runs: Iterable[Run]) -> list[str]:
+    """Return what is to be said under a table with a package whose makers host something else."""
+    return [HOSTED] * any(run.summary.method in ("mem0", "graphiti") for run in runs)
 
 
 def _live_megabytes(run: Run) -> dict[str, float]:

@@ -10,20 +10,32 @@ from agentbench_kv.results.ranking import Board
 from agentbench_kv.results.runs import SCORE, Run, RunGroup, asked_once
 from agentbench_kv.results.stats import Interval, level
 from agentbench_kv.results.tables.accuracy import PUBLISHED, BoardPage, asked_all, pages
+from agentbench_kv.results.tables.ledger import hosted
 from agentbench_kv.results.tables.model import Cell, Column, Kind, Row, Table, Unit, setting_table
 
 # Sub-scores shown without being asked for, in this order, where any of `FIRST` is there.
 FIRST = {"f1": "F1", "bleu1": "BLEU-1", "evidence_recall": "evidence recall"}
 PARTS = FIRST | {
+    "f1_undisputed": "F1, undisputed",
     "evidence_sent": "evidence sent",
     "similarity": "similarity",
     "bertscore": "BERTScore",
+    "adversarial": "adversarial",
+    "adversarial_null": "a null agent's",
+    "attempted": "attempted",
 }
+# What says nothing without another part beside it.
+_BESIDE = {"adversarial_null": "adversarial", "attempted": "adversarial"}
 LEGEND = (
     "over questions, whichever trial asked them; --metric has every part, with differences",
     "evidence recall: share of what an answer needs that a memory put before the model",
 )
 SENT = "evidence sent: share of it in what the task sent"
+UNDISPUTED = "F1, undisputed: without the questions whose answer in the data is disputed"
+ADVERSARIAL = (
+    "adversarial: share of trick questions that it declined, beside that of an agent that says of "
+    "everything that it was never told; attempted: share of the other questions that it answered"
+)
 ENCODERS = "similarity and BERTScore: of the encoder that each run, or paper, had"
 
 
@@ -43,7 +55,7 @@ def part_tables(runs: Sequence[Run]) -> list[Table]:
 def _parts(page: BoardPage) -> Table | None:
     board, named = page.board, list(_named(page))
     known = {part for each in named for run in each.group.runs for part in run.counts}
-    shown = [part for part in PARTS if part in known]
+    shown = [part for part in PARTS if part in known and _BESIDE.get(part, part) in known]
     if not known & FIRST.keys():
         return None
     groups = [entry.group for entry in board.entries]
@@ -55,8 +67,17 @@ def _parts(page: BoardPage) -> Table | None:
         budget = None if each.group.budget is None else str(each.group.budget)
         rows.append(Row((Cell(each.name), Cell(budget), *cells), each.below))
     beside = [Row(cells, published=True) for cells in _published(board, shown)]
-    optional = {SENT: {"evidence_sent"}, ENCODERS: {"similarity", "bertscore"}}
-    legend = [*LEGEND, *(text for text, parts in optional.items() if parts & {*shown})]
+    optional = {
+        UNDISPUTED: {"f1_undisputed"},
+        SENT: {"evidence_sent"},
+        ENCODERS: {"similarity", "bertscore"},
+        ADVERSARIAL: {"adversarial"},
+    }
+    legend = [
+        *LEGEND,
+        *hosted(run for each in named for run in each.group.runs),
+        *(text for text, parts in optional.items() if parts & {*shown}),
+    ]
     legend += [PUBLISHED] * bool(beside)
     number = len(board.samples)
     return setting_table(
