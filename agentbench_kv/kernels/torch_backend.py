@@ -231,7 +231,25 @@ class TorchBackend:
 def _mass(grouped: Tensor, keys: Tensor, gqa: str, hidden: Tensor | None) -> Tensor:
     """Score keys [kv_heads, tokens, head_dim] by queries [kv_heads, group, n, head_dim].
 
-    `hidden` [kv_heads, 1, n, tokens] says which keys a query does not see.
+    `hidden` [kv_heads, 1, n, tokens] says which keys a query does not see. Some queries at a time
+    where all of them would make too many logits.
+    """
+    kv_heads, group, n, _ = grouped.shape
+    size = max(1, BLOCK_LOGITS // max(1, kv_heads * group * keys.shape[1]))
+    means = torch.zeros(())
+    for part in (slice(first, first + size) for first in range(0, max(n, 1), size)):
+        some = grouped[:, :, part]
+        own = _mean_probs(some, keys, gqa, None if hidden is None else hidden[:, :, part])
+        means = own if n <= size else means.to(own.device) + own * (some.shape[2] / n)
+    if gqa == "per_head":
+        return means
+    return means.amax(1) if gqa == "max_prob" else means.mean(1)
+
+
+def _mean_probs(grouped: Tensor, keys: Tensor, gqa: str, hidden: Tensor | None) -> Tensor:
+    """Return means over queries of their probabilities: [kv_heads, group, tokens].
+
+    With `max_logit` a group has one probability, that of its largest logits.
     """
     n = grouped.shape[2]
     logits = _products(grouped.flatten(1, 2), keys).mul_(grouped.shape[-1] ** -0.5)
@@ -244,11 +262,7 @@ def _mass(grouped: Tensor, keys: Tensor, gqa: str, hidden: Tensor | None) -> Ten
     if hidden is not None:
         # A query that sees no key gives no mass; its softmax alone would be NaN.
         probs = probs.masked_fill_(torch.isneginf(logits), 0.0)
-    if not n:
-        probs = probs.new_zeros(*probs.shape[:2], 1, probs.shape[3])
-    if gqa == "per_head":
-        return probs.mean(2)
-    return probs.mean(2).amax(1) if gqa == "max_prob" else probs.mean((1, 2))
+    return probs.mean(2) if n else probs.new_zeros(*probs.shape[:2], probs.shape[3])
 
 
 def _products(queries: Tensor, keys: Tensor) -> Tensor:

@@ -148,3 +148,23 @@ def test_attention_mass_of_some_heads_at_a_time_is_that_of_all(gqa, causal, monk
         monkeypatch.setattr(torch_backend, "BLOCK_LOGITS", most)
         parts = TorchBackend().attention_mass(queries, keys, gqa, *where)
         torch.testing.assert_close(parts, whole)
+
+
+@pytest.mark.parametrize("gqa", ["mean_prob", "max_prob", "max_logit", "per_head"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_mass_of_some_queries_at_a_time_is_that_of_all(gqa, causal, monkeypatch):
+    queries, keys = (torch.tensor(each, dtype=torch.float32) for each in draw(8, 2, 7, 13))
+    where = (torch.arange(6, 13), torch.arange(13).expand(2, 13)) if causal else (None, None)
+    whole = TorchBackend().attention_mass(queries, keys, gqa, *where)
+    made = []
+    products = torch_backend._products
+
+    def spy(*asked):
+        made.append(products(*asked))
+        return made[-1]
+
+    monkeypatch.setattr(torch_backend, "_products", spy)
+    monkeypatch.setattr(torch_backend, "BLOCK_LOGITS", 3 * 4 * 13)  # of three queries of one group
+    parts = TorchBackend().attention_mass(queries, keys, gqa, *where)
+    assert [each.shape[1] for each in made] == 2 * [12, 12, 4]  # four heads a group
+    torch.testing.assert_close(parts, whole, rtol=1e-6, atol=1e-7)
