@@ -74,13 +74,20 @@ def test_both_backends_of_a_gpu_go_through_ours(backend: str, plugin: Any) -> No
     assert builder.build(0, "batch") == (0, "logical batch", False)
 
 
-@pytest.mark.parametrize("kind", ["data", "pipeline"])
+@pytest.mark.parametrize(
+    ("name", "value", "kind"),
+    [
+        ("data_parallel_size", 2, "data"),
+        ("data_parallel_index", 1, "data"),  # all that vLLM leaves a dense model's second rank
+        ("pipeline_parallel_size", 2, "pipeline"),
+    ],
+)
 def test_parallel_workers_are_refused(
-    kind: str, plugin: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, value: int, kind: str, plugin: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner, path = made(plugin, flash(plugin), "agentkv", tmp_path)
     monkeypatch.setenv(VARIABLE, str(path))
-    setattr(runner.vllm_config.parallel_config, f"{kind}_parallel_size", 2)
+    setattr(runner.vllm_config.parallel_config, name, value)
     with pytest.raises(ValueError, match=f"does not support {kind} parallelism"):
         runner.initialize_kv_cache(cache_of(["layers.0"]))
 
