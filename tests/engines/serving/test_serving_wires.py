@@ -268,6 +268,57 @@ def test_arguments_that_eviction_would_be_wrong_with_are_refused_before_anything
     check(replace(options, method=make_method("full", None), engine_args={name: value}))
 
 
+VLLM_ROWS = {
+    "fp8": "fp8",
+    "fp8_e4m3": "fp8_e4m3",
+    "fp8_e5m2": "fp8_e5m2",
+    "int8": "int8_per_token_head",
+    "int4": "int4_per_token_head",
+}
+
+
+@pytest.mark.parametrize(
+    ("wire_class", "known", "names"),
+    [
+        (VllmEngineWire, VllmEngine.kv_dtypes, VLLM_ROWS),
+        (
+            SglangEngineWire,
+            SglangEngine.kv_dtypes,
+            {"fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"},
+        ),
+    ],
+)
+def test_a_gpus_server_is_told_the_precision_of_its_rows_in_its_own_words(
+    wire_class: Callable[..., EngineWire],
+    known: Sequence[str],
+    names: dict[str, str],
+    tmp_path: Path,
+) -> None:
+    assert list(known) == list(names)
+    full = replace(OPTIONS, method=make_method("full", None))
+    for name, word in {"": "", **names}.items():
+        options = replace(full, kv_dtype=name)
+        wire = wire_class(options, FACTS, Path("python"), tmp_path, tmp_path, True, True)
+        words = list(wire.launch().command)
+        wire.close()
+        found = [words[at + 1] for at, each in enumerate(words) if each == "--kv-cache-dtype"]
+        assert found == ([word] if word else [])
+
+
+@pytest.mark.parametrize("name", [*VLLM_ROWS, ""])
+def test_a_cpu_has_vllms_rows_of_8_bit_floats_alone(name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    options = EngineOptions(str(tmp_path), make_method("full", None), device="cpu", kv_dtype=name)
+    VLLM(replace(options, device="cuda"))
+    if not name.startswith("int"):
+        VLLM(options)
+        return
+    with pytest.raises(UsageError, match=f"--kv-dtype {name}: vLLM's attention on a CPU") as said:
+        VLLM(options)
+    assert "use fp8, fp8_e4m3, fp8_e5m2" in str(said.value)
+    assert "\n" not in str(said.value)
+
+
 def test_an_engine_argument_has_one_name_however_it_is_spelled() -> None:
     """vLLM takes both; behind a dot are keys, not names."""
     given = {"max_model_len": "9", "hf_overrides.rope_theta": "1"}
