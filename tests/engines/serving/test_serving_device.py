@@ -330,9 +330,14 @@ def test_rings_grow_only_when_forwards_are_over() -> None:
     assert (sorted(taken), waits, buffer.places) == ([0, 1, 2, 3, 4], [], 5)
     assert buffer.take() == 5
     assert waits == [5]
-    assert buffer.places == 10
+    assert buffer.places == 9
     buffer.reserve(7)
-    assert buffer.places == 10
+    assert buffer.places == 9
+    # A large one by an eighth: its memory is what the cache has left.
+    buffer.reserve(80)
+    taken = [buffer.take() for _ in range(75)]
+    assert waits == [5, 9, 80]
+    assert (max(taken), buffer.places) == (80, 90)
 
 
 def test_staging_is_as_large_as_the_requests_and_made_before_the_pool() -> None:
@@ -342,6 +347,8 @@ def test_staging_is_as_large_as_the_requests_and_made_before_the_pool() -> None:
     assert worker._staged is not None
     assert worker._staged.shape == (3, 33, 4, 8)
     assert worker.rows.rings.places == 16
+    shared = make_method("agentkv", 64, {"prefix": "shared", "protect": "system"})
+    assert DeviceWorker(policy_of(shared), shape, torch.ones(4), 32).rows.rings.places == 16 + 17
     plain = DeviceWorker(policy_of(make_method("full-constrained", None)), shape, torch.ones(4), 32)
     assert plain._staged is None
     assert plain.rows.rings.places == 0
