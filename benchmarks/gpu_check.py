@@ -97,12 +97,19 @@ def kernel_checks(device: str, dtype: torch.dtype) -> Iterator[tuple[str, float]
     for gqa in ("mean_prob", "max_prob", "max_logit", "per_head"):
         both = [b.attention_mass(queries, keys, gqa, None, None) for b in (compiled, reference)]
         yield f"attention_mass {gqa}", apart(*both)
+    for rows_dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        low = keys.to(rows_dtype)  # which stand for what they are in float32
+        found = compiled.attention_mass(queries, low, "mean_prob", None, None)
+        expected = reference.attention_mass(queries.float(), low.float(), "mean_prob", None, None)
+        name = str(rows_dtype).removeprefix("torch.")
+        yield f"attention_mass of {name}", apart(found, expected)
     scores = torch.randn(6, 5000, generator=g).to(device)
-    scores[:, ::7] = 0.25
+    scores[:, ::7] = 1.5  # more rows than are left of 700 after those above
     places = torch.stack([torch.randperm(5000, generator=g) for _ in range(6)]).to(device)
     for positions in (None, places):
         both = [b.select_top(scores, 700, None, positions) for b in (compiled, reference)]
         yield f"select_top{'' if positions is None else ' by position'}", apart(*both)
+    yield "select_top of positions twice", _top_apart(compiled, reference, scores, places // 2)
     yield "compact, paged", _compact_apart(compiled, reference, device, dtype, g)
     yield "rope_rotate, paged", _rope_apart(compiled, reference, device, dtype, g)
     rings = [torch.zeros(40, 8, 64, device=device, dtype=dtype) for _ in range(2)]
@@ -117,6 +124,21 @@ def kernel_checks(device: str, dtype: torch.dtype) -> Iterator[tuple[str, float]
     yield "aabb", max(apart(*pair) for pair in zip(*boxes, strict=True))
     both = [b.aabb_score(queries, *boxes[1]) for b in (compiled, reference)]
     yield "aabb_score", apart(*both)
+
+
+def _top_apart(compiled: Any, reference: Any, scores: Tensor, positions: Tensor) -> float:
+    """Return 0 if the same scores and positions are chosen; which of two equal rows is open."""
+    ranked = []
+    for backend in (compiled, reference):
+        chosen = backend.select_top(scores, 700, None, positions).cpu()
+        rows = [row.tolist() for row in chosen]
+        if any(
+            sorted({*row}) != row or not 0 <= row[0] <= row[-1] < scores.shape[-1] for row in rows
+        ):
+            return float("inf")
+        found = (each.cpu().gather(-1, chosen).tolist() for each in (positions, scores))
+        ranked.append([sorted(zip(*pair, strict=True)) for pair in zip(*found, strict=True)])
+    return 0.0 if ranked[0] == ranked[1] else float("inf")
 
 
 def _paged(device: str, dtype: torch.dtype, g: torch.Generator) -> tuple[PagedRows, Tensor]:

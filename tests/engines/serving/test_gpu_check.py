@@ -19,6 +19,7 @@ from gpu_check import Outcome, Stage, check_kernels, command, conclude, play, st
 
 from agentbench_kv.cli import kvbench
 from agentbench_kv.kernels import dispatch
+from agentbench_kv.kernels.torch_backend import TorchBackend
 from agentbench_kv.serving_bench.roofline import read_decoder
 
 
@@ -46,7 +47,7 @@ def compiled() -> Any:
 def test_sound_kernels_pass() -> None:
     outcome = check_kernels("cpu")
     assert outcome.passed, outcome.said
-    assert len(outcome.said) == 1 + 2 * 12
+    assert len(outcome.said) == 1 + 2 * 15
 
 
 @pytest.mark.parametrize(
@@ -70,6 +71,26 @@ def test_a_wrong_kernel_is_named(
     assert outcome.passed is False
     assert outcome.said[0].startswith("FAILED")
     assert operation.partition("_paged")[0] in outcome.said[0]
+
+
+@pytest.mark.parametrize(
+    "spoilt",
+    [
+        lambda found: found[:, :-1],
+        lambda found: torch.cat([found[:, :1], found[:, :-1]], -1),  # a row twice
+        lambda found: torch.cat([found[:, :-1], found[:, -1:] + 5000], -1),
+        lambda found: torch.where(torch.arange(700) == 0, found[:, :1] // 2, found),
+    ],
+)
+def test_rows_of_one_position_are_chosen_once_and_by_rank(spoilt: Any) -> None:
+    sound = TorchBackend()
+    g = torch.Generator().manual_seed(0)
+    scores, places = torch.randn(2, 5000, generator=g), torch.randperm(5000, generator=g) // 2
+    scores[:, ::7] = 1.5
+    words = scores, places.expand(2, -1).contiguous()
+    assert gpu_check._top_apart(sound, sound, *words) == 0
+    wrong = SimpleNamespace(select_top=lambda *given: spoilt(sound.select_top(*given)))
+    assert gpu_check._top_apart(wrong, sound, *words) > 0
 
 
 def test_without_compiled_kernels_the_check_fails(monkeypatch: pytest.MonkeyPatch) -> None:
