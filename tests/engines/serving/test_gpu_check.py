@@ -79,10 +79,12 @@ def test_a_wrong_kernel_is_named(
         lambda found: found[:, :-1],
         lambda found: torch.cat([found[:, :1], found[:, :-1]], -1),  # a row twice
         lambda found: torch.cat([found[:, :-1], found[:, -1:] + 5000], -1),
-        lambda found: torch.where(torch.arange(700) == 0, found[:, :1] // 2, found),
+        lambda found: torch.where(torch.arange(701) == 0, found[:, :1] // 2, found),  # one below
     ],
 )
-def test_rows_of_one_position_are_chosen_once_and_by_rank(spoilt: Any) -> None:
+def test_where_positions_are_twice_rows_are_chosen_once_and_none_below_the_last(
+    spoilt: Any,
+) -> None:
     sound = TorchBackend()
     g = torch.Generator().manual_seed(0)
     scores, places = torch.randn(2, 5000, generator=g), torch.randperm(5000, generator=g) // 2
