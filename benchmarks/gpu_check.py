@@ -2,11 +2,13 @@
 
     python benchmarks/gpu_check.py [--out gpu-check] [--engine vllm] [--minutes 8]
 
-First correctness: every kernel against PyTorch's operations, what CUDA graphs capture, and each
-engine that is installed, token by token (`kvbench selftest engine`); `--engine` leaves others out,
-whose share of the time the rest gets. Then a table of throughput, of
-random weights in Qwen3-8B's shapes where the engine takes them. Nothing is sent anywhere; the last
-lines say which files to send back. Exit 0 if all checks passed, 1 if one failed, 2 without a GPU.
+First correctness: every kernel against PyTorch's operations, what CUDA graphs capture, and an
+engine, token by token (`kvbench selftest engine`): the first serving engine that is installed, the
+embedded one if none is, or those that `--engine` names, with 8 minutes each. Then a table of
+throughput, of random weights in Qwen3-8B's shapes where the engine takes them. Nothing is sent
+anywhere; the last lines say which files to send back. Exit 0 if correctness was checked and nothing
+failed; 1 if a check failed, or one of correctness was not finished; 2 without a GPU or an engine
+that was named.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ from agentbench_kv.run.provenance import hardware
 from agentbench_kv.serving_bench.measurements import serving_folders
 
 NO_GPU = "no GPU: PyTorch sees no CUDA device, so nothing was checked (kvbench doctor says more)"
-# Engine -> its environment; the table begins with the first that is installed.
+MINUTES = 8.0  # for each engine
+# Engine -> its environment; the first that is installed is checked if none is named.
 ENGINES = {"vllm": "vllm-cuda", "sglang": "sglang", "embedded": ""}
 DTYPES = (torch.float32, torch.bfloat16)
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-5}  # scores are sums in float32
@@ -59,6 +62,7 @@ class Outcome:
     passed: bool | None  # None: it was not run, or had nothing to judge
     seconds: float = 0.0
     said: list[str] = field(default_factory=list)  # its lines, failures first
+    needed: bool = False  # whether nothing is known to be right without it
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,7 @@ class Stage:
     name: str
     limit_s: float
     run: Callable[[float], Outcome]
+    needed: bool = False  # whether it is about what is right
 
 
 # ---- kernels ----
@@ -92,12 +97,19 @@ def kernel_checks(device: str, dtype: torch.dtype) -> Iterator[tuple[str, float]
     for gqa in ("mean_prob", "max_prob", "max_logit", "per_head"):
         both = [b.attention_mass(queries, keys, gqa, None, None) for b in (compiled, reference)]
         yield f"attention_mass {gqa}", apart(*both)
+    for rows_dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        low = keys.to(rows_dtype)  # which stand for what they are in float32
+        found = compiled.attention_mass(queries, low, "mean_prob", None, None)
+        expected = reference.attention_mass(queries.float(), low.float(), "mean_prob", None, None)
+        name = str(rows_dtype).removeprefix("torch.")
+        yield f"attention_mass of {name}", apart(found, expected)
     scores = torch.randn(6, 5000, generator=g).to(device)
-    scores[:, ::7] = 0.25
+    scores[:, ::7] = 1.5  # more rows than are left of 700 after those above
     places = torch.stack([torch.randperm(5000, generator=g) for _ in range(6)]).to(device)
     for positions in (None, places):
         both = [b.select_top(scores, 700, None, positions) for b in (compiled, reference)]
         yield f"select_top{'' if positions is None else ' by position'}", apart(*both)
+    yield "select_top of positions twice", _top_apart(compiled, reference, scores, places // 2)
     yield "compact, paged", _compact_apart(compiled, reference, device, dtype, g)
     yield "rope_rotate, paged", _rope_apart(compiled, reference, device, dtype, g)
     rings = [torch.zeros(40, 8, 64, device=device, dtype=dtype) for _ in range(2)]
@@ -112,6 +124,24 @@ def kernel_checks(device: str, dtype: torch.dtype) -> Iterator[tuple[str, float]
     yield "aabb", max(apart(*pair) for pair in zip(*boxes, strict=True))
     both = [b.aabb_score(queries, *boxes[1]) for b in (compiled, reference)]
     yield "aabb_score", apart(*both)
+
+
+def _top_apart(compiled: Any, reference: Any, scores: Tensor, positions: Tensor) -> float:
+    """Return 0 if rows are chosen once, and none below the last that PyTorch chooses.
+
+    Where a position is there twice, only so much is promised.
+    """
+    scores = scores.clone()
+    scores[::2] = 1.5  # all of a row tie, so that one of two equal rows is left out
+    lowest = []
+    for backend in (compiled, reference):
+        chosen = backend.select_top(scores, 701, None, positions).cpu()
+        for row in chosen.tolist():
+            if len(row) != 701 or sorted({*row}) != row or not 0 <= row[0] <= row[-1] < 5000:
+                return float("inf")
+        found = (each.cpu().gather(-1, chosen).tolist() for each in (scores, -positions))
+        lowest.append([min(zip(*pair, strict=True)) for pair in zip(*found, strict=True)])
+    return 0.0 if lowest[0] == lowest[1] else float("inf")
 
 
 def _paged(device: str, dtype: torch.dtype, g: torch.Generator) -> tuple[PagedRows, Tensor]:
@@ -272,12 +302,10 @@ def roofline_share(name: str, words: Sequence[str], log: Path, limit_s: float) -
     return command(name, words, log, limit_s)
 
 
-def installed(chosen: Sequence[str]) -> list[str]:
-    """Return the engines that can run here, of those chosen; all if none is."""
+def installed() -> list[str]:
+    """Return the engines that can run here."""
     found = []
     for engine, environment in ENGINES.items():
-        if chosen and engine not in chosen:
-            continue
         try:
             if environment:
                 python_of(environment)
@@ -321,16 +349,16 @@ def throughput_words(engine: str, out: Path, shapes: Path) -> list[str]:
 def stages(engines: Sequence[str], out: Path) -> list[Stage]:
     """Return all there is to do, in order: what is right first, then how fast."""
     found = [
-        Stage("kernels against PyTorch", 120, partial(check_kernels, "cuda")),
-        Stage("CUDA graphs", 30, check_graphs),
+        Stage("kernels against PyTorch", 90, partial(check_kernels, "cuda"), needed=True),
+        Stage("CUDA graphs", 20, check_graphs, needed=True),
     ]
     for engine in engines:
         name = f"{engine}: selftest"
         words = ["selftest", "engine", engine, "--quick", "--method", "agentkv"]
         words += ["--family", "qwen3", "--device", "cuda"]
         log = out / f"selftest-{engine}.log"
-        # However many there are, time is left for the tables.
-        found.append(Stage(name, 220 / len(engines), partial(command, name, words, log)))
+        # vLLM took 77 s to start on an H200 with nothing compiled, and starts a few times here.
+        found.append(Stage(name, 300, partial(command, name, words, log), needed=True))
     words = ["bench", "kernels", "--device", "cuda", "--repeats", "3", "--tokens", "8192",
              "--sessions", "64", "--budget", "4096", "--model", "qwen3-8b"]  # fmt: skip
     name = "kernels: share of a copy"
@@ -339,7 +367,7 @@ def stages(engines: Sequence[str], out: Path) -> list[Stage]:
     for engine in engines:
         name = f"{engine}: throughput"
         words, log = throughput_words(engine, out, shapes), out / f"load-{engine}.log"
-        # On an H200 vLLM took 77 s to start with nothing compiled; SGLang has three arms in turn.
+        # SGLang has three arms in turn.
         found.append(Stage(name, 300, partial(command, name, words, log)))
         model = "micro" if engine == "embedded" else str(shapes)
         words = ["bench", "roofline", "--hardware", "measured", "--model", model]
@@ -363,7 +391,7 @@ def play(todo: Sequence[Stage], seconds: float, say: Callable[[str], None]) -> l
                 outcome = stage.run(min(stage.limit_s, left))
             except Exception as error:  # noqa: BLE001  the next stages may still tell something
                 outcome = Outcome(stage.name, False, said=[f"{type(error).__name__}: {error}"])
-        outcome.seconds = time.monotonic() - began
+        outcome.seconds, outcome.needed = time.monotonic() - began, stage.needed
         done.append(outcome)
         verdict = {True: "ok", False: "FAILED", None: "--"}[outcome.passed]
         say(f"[{verdict}] {stage.name} ({outcome.seconds:.0f} s)")
@@ -376,33 +404,50 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("gpu-check"))
     parser.add_argument("--engine", action="append", default=[], choices=list(ENGINES))
-    parser.add_argument("--minutes", type=float, default=8.0)
+    parser.add_argument("--minutes", type=float, help=f"in all; {MINUTES:g} for each engine")
     given = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         print(NO_GPU, file=sys.stderr)
         return 2
+    there = installed()
+    engines = [name for name in ENGINES if name in given.engine] or there[:1]
+    if missing := [name for name in engines if name not in there]:
+        print(f"{missing[0]} is not installed: kvbench env create {ENGINES[missing[0]]}",
+              file=sys.stderr)  # fmt: skip
+        return 2
     given.out.mkdir(parents=True, exist_ok=True)
     dispatch.use_backend("auto")
-    about, engines = hardware(), installed(given.engine)
+    about = hardware()
     print(json.dumps(about))
-    print(f"engines: {', '.join(engines)}; not installed: "
-          f"{', '.join(name for name in ENGINES if name not in engines) or 'none'}")  # fmt: skip
-    done = play(stages(engines, given.out), given.minutes * 60, print)
+    print(chosen(engines, there))
+    minutes = given.minutes or MINUTES * len(engines)
+    done = play(stages(engines, given.out), minutes * 60, print)
     return conclude(done, about, given.out)
 
 
+def chosen(engines: Sequence[str], there: Sequence[str]) -> str:
+    """Say which engines are checked, which are not, and how to name those."""
+    out = [name for name in there if name not in engines]
+    named = f" (to check them: {' '.join(f'--engine {name}' for name in out)})" if out else ""
+    gone = [name for name in ENGINES if name not in there]
+    return (f"engines: {', '.join(engines)}; left out: {', '.join(out) or 'none'}{named}; "
+            f"not installed: {', '.join(gone) or 'none'}")  # fmt: skip
+
+
 def conclude(done: Sequence[Outcome], about: dict[str, Any], out: Path) -> int:
-    """Write everything down, say what to send back; 1 if a check failed."""
+    """Write everything down, say what to send back; 1 if not all is known to be right."""
     report = {"hardware": about, "torch": torch.__version__, "cuda": torch.version.cuda,
               "stages": [asdict(each) for each in done]}  # fmt: skip
     (out / "gpu-check.json").write_text(json.dumps(report, indent=2))
     failed = [each.name for each in done if each.passed is False]
-    unknown = [each.name for each in done if each.passed is None]
+    open_ = [each.name for each in done if each.passed is None and each.needed]
+    unknown = [each.name for each in done if each.passed is None and not each.needed]
     print(f"\n{sum(each.passed is True for each in done)} of {len(done)} passed"
           f"{'; FAILED: ' + ', '.join(failed) if failed else ''}"
+          f"{'; NOT CHECKED: ' + ', '.join(open_) if open_ else ''}"
           f"{'; not judged: ' + ', '.join(unknown) if unknown else ''}")  # fmt: skip
     print(f"send back: {out / 'gpu-check.json'} and {out}/*.log, with the figures of {out}/load-*")
-    return 1 if failed else 0
+    return 1 if failed or open_ else 0
 
 
 if __name__ == "__main__":

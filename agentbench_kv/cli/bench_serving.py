@@ -266,6 +266,7 @@ def _targets(texts: Sequence[str]) -> dict[str, float]:
 def _plan(
     options: dict[str, Any], trace: LoadTrace | None, shapes: list[str], loads: list[str]
 ) -> ServingPlan:
+    from agentbench_kv.engines.base import spelled_arguments
     from agentbench_kv.errors import UsageError
     from agentbench_kv.serving_bench.bench import engine_arms, trace_figures, url_arms
     from agentbench_kv.serving_bench.measurements import ServingPlan
@@ -301,7 +302,7 @@ def _plan(
         engine=options["engine"],
         model=model,
         weights="dummy" if dummy else "loaded",
-        engine_args=opt.parse_settings(options["engine_pairs"], "--engine-arg"),
+        engine_args=spelled_arguments(opt.parse_settings(options["engine_pairs"], "--engine-arg")),
         allow_untested=options["allow_untested"],
         arms=arms,
         **where,

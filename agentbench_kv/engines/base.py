@@ -465,6 +465,22 @@ class Engine(ABC):
 ScriptSource = Callable[[str], Sequence[str]]  # session id -> assistant texts
 
 
+def spelled_arguments(given: Mapping[str, str]) -> dict[str, str]:
+    """Return an engine's own arguments by their names with dashes; UsageError for one given twice.
+
+    vLLM's command line takes underscores for dashes in a name, up to a dot: behind it are keys of a
+    JSON value.
+    """
+    spelled: dict[str, str] = {}
+    for name, value in given.items():
+        option, dot, keys = name.partition(".")
+        dashed = option.replace("_", "-") + dot + keys
+        if dashed in spelled:
+            raise UsageError(f"--engine-arg {dashed} is given twice, with dashes and underscores")
+        spelled[dashed] = value
+    return spelled
+
+
 @dataclass(frozen=True)
 class EngineOptions:
     """Options of `Engine.create`; an engine ignores what it has no use for."""
@@ -479,9 +495,13 @@ class EngineOptions:
     scripts: ScriptSource | None = None  # for the scripted engine
     trace: Path | None = None  # folder for what every event kept, for conformance checks
     load_format: str = "auto"  # or `dummy`: random weights of the model's shape, throughput only
-    # Options passed on to a serving engine's own command line, by their names without dashes.
+    # Options passed on to a serving engine's own command line, by their names without the dashes in
+    # front.
     engine_args: Mapping[str, str] = field(default_factory=dict)
     # Go on with a version of a serving engine that the adapter was not written for.
     allow_untested: bool = False
     kv_dtype: str = ""  # of cached rows, a name in `Engine.kv_dtypes`; empty for the dtype
     banks: Path | None = None  # folder in which the rows of past sessions are kept
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "engine_args", spelled_arguments(self.engine_args))

@@ -15,6 +15,7 @@ from typing import Any
 
 from agentbench_kv.adapters.base import Sample, Task
 from agentbench_kv.adapters.browser.questions import MADE
+from agentbench_kv.engines.base import spelled_arguments
 from agentbench_kv.engines.embedded.model import SHIPPED, folder_sha, model_path
 from agentbench_kv.errors import KVBenchError, PrerequisiteError
 from agentbench_kv.leaderboard.evidence import (
@@ -83,7 +84,8 @@ def check_spec(evidence: RunEvidence) -> Checks:
     try:
         if unfit(spec):  # what its settings name is not even looked for
             known["task_params"] = {}
-        wanted = replace(spec, **known)
+        # Runs of before may spell an engine's own arguments with underscores.
+        wanted = replace(spec, engine_args=spelled_arguments(spec.engine_args), **known)
         resolved = resolve(wanted, wanted.params)
     except PrerequisiteError as error:
         yield Note(f"the spec cannot be resolved here: {error}")

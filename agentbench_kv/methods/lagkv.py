@@ -32,20 +32,23 @@ class LagKV(Method):
     def score(self, queries: Queries, keys: Tensor, context: ScoreContext) -> Tensor:  # noqa: ARG002
         heads, tokens, _ = keys.shape
         newest_first = 1 + torch.arange(tokens, device=keys.device) / tokens
-        scores = newest_first.expand(heads, -1).clone()
-        first = int((context.positions[0] < self.sinks).sum())
-        whole = (tokens - first) // self.lag
-        if whole < 2:
-            return scores
-        end = first + whole * self.lag
+        most = tokens // self.lag
+        if most < 2:
+            return newest_first.expand(heads, -1).clone()
+        # Where the sinks end is known to the device alone: as many stretches as there could be, of
+        # which the last one is not used where it runs over the end.
+        first = (context.positions[0] < self.sinks).sum()
+        places = torch.arange(tokens, device=keys.device)
+        inside = (first + places[: most * self.lag]).clamp(max=tokens - 1)
         key_parts, value_parts = (
-            rows[:, first:end].reshape(heads, whole, self.lag, -1).double()
+            rows[:, inside].reshape(heads, most, self.lag, -1).double()
             for rows in (keys, context.values)
         )
         found = _standing_out(key_parts) + _standing_out(value_parts)
-        ranks = found.argsort(dim=-1, stable=True).argsort(-1) / self.lag
-        scores[:, first : end - self.lag] = ranks.flatten(1).float()
-        return scores
+        ranks = (found.argsort(dim=-1, stable=True).argsort(-1) / self.lag).flatten(1).float()
+        whole, places = (tokens - first) // self.lag, places - first
+        ranked = (places >= 0) & (places < (whole - 1) * self.lag)
+        return ranks[:, places.clamp(0, ranks.shape[1] - 1)].where(ranked, newest_first)
 
 
 def _standing_out(parts: Tensor) -> Tensor:

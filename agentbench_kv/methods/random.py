@@ -33,7 +33,7 @@ class Random(Method):
     def score(self, queries: Queries, keys: Tensor, context: ScoreContext) -> Tensor:  # noqa: ARG002
         """Hash every row to a number in [0, 1)."""
         heads = torch.arange(keys.shape[0], device=keys.device)[:, None]
-        state = _mixed(heads + _mixed(torch.tensor(self.seed, device=keys.device)))
+        state = _mixed(heads + _mixed(torch.full((), self.seed, device=keys.device)))
         state = _mixed(state + context.layer)
         state = _mixed(state + context.now)
         return (_mixed(state + context.positions) >> 40).float() / (1 << 23)

@@ -10,7 +10,7 @@ from itertools import product
 from typing import Any
 
 from agentbench_kv.budget import Budget
-from agentbench_kv.engines.base import Capability
+from agentbench_kv.engines.base import Capability, spelled_arguments
 from agentbench_kv.errors import KVBenchError, UsageError
 from agentbench_kv.methods.base import Method
 from agentbench_kv.phases.syntax import choose_syntax
@@ -145,6 +145,7 @@ def resolve(spec: RunSpec, settings: Mapping[str, str]) -> RunSpec:
         budget=spec.budget if method.takes_budget else None,
         params=method.settings(),
         task_params=task.create({**spec.task_params, **own}).settings(),
+        engine_args=spelled_arguments(spec.engine_args),
         calibration=spec.calibration if method.needs_calibration else "",
     )
     vars(resolved)["built_method"] = method  # a run builds its method once

@@ -107,6 +107,19 @@ def test_attention_mass_of_half_precision_is_computed_in_float32():
     np.testing.assert_allclose(attention_mass(half_q, half_k).cpu().numpy(), expected, rtol=1e-5)
 
 
+@pytest.mark.parametrize("gqa", ["mean_prob", "max_prob", "max_logit", "per_head"])
+@pytest.mark.parametrize("rows", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_mass_of_rows_of_8_bits_is_of_what_they_stand_for(dtype, rows, gqa):
+    queries, keys = map(torch.tensor, draw(4, 2, 3, 40, dim=32))
+    low_q, low_k = queries.to(dtype), keys.to(rows)
+    assert not torch.equal(low_k.double(), keys)
+    exact = (each.double().cpu().numpy() for each in (low_q, low_k))
+    got = attention_mass(low_q, low_k, gqa=gqa)
+    assert got.dtype == torch.float32
+    np.testing.assert_allclose(got.cpu().numpy(), brute_force(*exact, gqa), rtol=1e-5)
+
+
 def test_attention_mass_one_position_vector_alone_hides_nothing():
     queries, keys = draw(4, 2, 3, 9)
     q, k = torch.tensor(queries), torch.tensor(keys)

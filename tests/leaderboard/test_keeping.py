@@ -6,6 +6,7 @@ import json
 import shutil
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,13 @@ from agentbench_kv.engines.serving.wire import read_model
 from agentbench_kv.errors import UsageError
 from agentbench_kv.leaderboard import add, pack, rerun, validate
 from agentbench_kv.leaderboard.evidence import MANIFEST, RunEvidence, read_run
-from agentbench_kv.leaderboard.identity import unfit
+from agentbench_kv.leaderboard.identity import check_spec, unfit
 from agentbench_kv.leaderboard.replay import RecordedEngine
 from agentbench_kv.results.runs import load_runs
 from agentbench_kv.results.store import RunReader
 from agentbench_kv.results.submissions import Label, labels, replications, submissions
 from agentbench_kv.run.runner import run_one
-from agentbench_kv.run.spec import RunSpec
+from agentbench_kv.run.spec import RunSpec, resolve
 from agentbench_kv.run.trial import sample_key
 
 
@@ -244,3 +245,15 @@ def test_the_manifest_names_the_files_it_was_made_of(submit: Any) -> None:
     assert list(manifest["runs"][0]["sha256"]) == [
         "samples.jsonl", "run.json", "turns.jsonl", "transcripts",
     ]  # fmt: skip
+
+
+def test_an_older_spelling_of_an_engines_argument_is_no_fault(forger: Any) -> None:
+    """Such a run keeps its id, and what it stands for is what one with dashes does."""
+    asked = replace(spec_of(forger.run), engine="vllm", method="full", budget=None, params={})
+    dashed = resolve(replace(asked, engine_args={"max-num-seqs": "9"}), {})
+    old = replace(dashed, engine_args={"max_num_seqs": "9"})
+    assert old.id != dashed.id
+    evidence = evidence_of(forger.run)
+    found = [list(check_spec(replace(evidence, spec=each))) for each in (dashed, old)]
+    assert found[0] == found[1]
+    assert not [each for each in found[1] if "engine_args" in str(each)]

@@ -115,6 +115,16 @@ def test_arguments_need_an_engine_that_takes_them() -> None:
     assert resolve(replace(asked, engine="vllm"), {}).engine_args == {"dtype": "half"}
 
 
+def test_a_spelling_of_an_engines_argument_makes_no_other_run() -> None:
+    asked = replace(BASE, engine="vllm", method="full", budget=None)
+    one, other = (replace(asked, engine_args={name: "9"}) for name in ("a-b-c", "a_b-c"))
+    assert resolve(one, {}).id == resolve(other, {}).id
+    with pytest.raises(UsageError, match="--engine-arg a-b is given twice"):
+        resolve(replace(asked, engine_args={"a-b": "9", "a_b": "9"}), {})
+    # What was recorded before stays the run that it was.
+    assert RunSpec.of(other.document()).id == other.id != one.id
+
+
 def test_grid_keeps_order_and_runs_full_once() -> None:
     cells = grid(
         BASE, ["full", "snapkv"], [Budget(64), Budget(128)], ["micro/recall-1k"], [0, 1], {}

@@ -80,9 +80,9 @@ class QueryBuffer:
             self._grow(places - self.places)
 
     def take(self) -> int:
-        """Take a session's place, doubling the buffer if it is full."""
+        """Take a session's place; a full buffer grows by a few, as others have taken the rest."""
         if not self._free:
-            self._grow(max(4, self.places))
+            self._grow(max(4, self.places // 8))
         return self._free.pop()
 
     def _grow(self, more: int) -> None:

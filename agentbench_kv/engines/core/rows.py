@@ -15,6 +15,7 @@ from torch import Tensor
 
 from agentbench_kv.engines.core.ledger import EvictionOrder, PrefixEnd
 from agentbench_kv.engines.core.policy import BackendPolicy
+from agentbench_kv.engines.core.prefixes import PREFIXES
 from agentbench_kv.engines.core.rings import (
     AttentionSums,
     QueryBuffer,
@@ -171,6 +172,14 @@ class WorkerRows:
     @property
     def cache_positions(self) -> bool:
         return self._frequencies is not None
+
+    def reserve(self, sessions: int) -> None:
+        """Take the memory of so many sessions' queries, and of shared prefixes', before others do.
+
+        A prefix is left before the one that makes room for it is dropped.
+        """
+        shared = PREFIXES + 1 if self.policy.method.prefix == "shared" else 0
+        self.rings.reserve(sessions + shared)
 
     def drop(self, session: str) -> None:
         rows = self._sessions.pop(session, None)

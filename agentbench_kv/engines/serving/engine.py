@@ -487,7 +487,7 @@ def refuse_offload(
     """Refuse rows that leave a GPU where there is none, and two ways of asking for them."""
     if not offload_gb(options.method):
         return
-    if given := [name for name in options.engine_args if name in arguments]:
+    if given := [name for name in options.engine_args if name.partition(".")[0] in arguments]:
         raise UsageError(
             f"--engine-arg {given[0]}: --method {options.method.label} says the same; "
             "--set offload=GB is its size"
@@ -557,7 +557,7 @@ def check_folder(
             f"method to evict in the {engine} engine; use --method full"
         )
     refuse_method(method, facts)
-    given = [name for name in options.engine_args if name in _OVERRIDES]
+    given = [name for name in options.engine_args if name.partition(".")[0] in _OVERRIDES]
     if given and method.positions == "cache":
         raise UsageError(
             f"--engine-arg {given[0]}: {method.label} turns keys by the RoPE of the model's "

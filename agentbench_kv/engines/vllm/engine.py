@@ -307,6 +307,7 @@ _KV_DTYPES = {
     "int8": "int8_per_token_head",
     "int4": "int4_per_token_head",
 }
+_CPU_KV_DTYPES = ("fp8", "fp8_e4m3", "fp8_e5m2")
 
 
 class VllmEngine(ServingEngine):
@@ -335,6 +336,17 @@ class VllmEngine(ServingEngine):
     @classmethod
     def check_method(cls, model: str, method: Method) -> None:
         cls.check_options(EngineOptions(model, method))
+
+    @classmethod
+    def check_kv_dtype(cls, options: EngineOptions) -> None:
+        super().check_kv_dtype(options)
+        if options.kv_dtype in {"", *_CPU_KV_DTYPES} or on_gpu(options.device):
+            return
+        raise UsageError(
+            f"--kv-dtype {options.kv_dtype}: vLLM's attention on a CPU has no such rows; use "
+            f"{', '.join(_CPU_KV_DTYPES)}, --device cuda where there is a GPU, or --engine "
+            "embedded, which simulates it"
+        )
 
     @classmethod
     def check_options(cls, options: EngineOptions) -> None:

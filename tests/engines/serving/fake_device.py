@@ -15,6 +15,25 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from agentbench_kv.engines.core.transfers import to_device
 from agentbench_kv.kernels import dispatch
+from agentbench_kv.registry import load_method, names
+
+# What lets events fire, and methods find something to rank, in sessions of a few tokens.
+_SHORT: dict[str, dict[str, Any]] = {
+    "lagkv": {"lag": 4},
+    "rkv": {"window": 8},
+    "snapkv": {"window": 8},
+    "triattention": {"protect": "none", "trigger": "every"},
+}
+
+
+def ranking() -> dict[str, dict[str, Any]]:
+    """Return every method that ranks rows in an engine, with settings for short sessions."""
+    classes = {name: load_method(name) for name in names("method")}
+    return {
+        name: _SHORT.get(name, {})
+        for name, cls in classes.items()
+        if cls.compresses and not (cls.spans or cls.messages or cls.offline)
+    }
 
 
 class Launched:

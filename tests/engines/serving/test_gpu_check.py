@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from gpu_check import Outcome, Stage, check_kernels, command, conclude, play, st
 
 from agentbench_kv.cli import kvbench
 from agentbench_kv.kernels import dispatch
+from agentbench_kv.kernels.torch_backend import TorchBackend
 from agentbench_kv.serving_bench.roofline import read_decoder
 
 
@@ -45,7 +47,7 @@ def compiled() -> Any:
 def test_sound_kernels_pass() -> None:
     outcome = check_kernels("cpu")
     assert outcome.passed, outcome.said
-    assert len(outcome.said) == 1 + 2 * 12
+    assert len(outcome.said) == 1 + 2 * 15
 
 
 @pytest.mark.parametrize(
@@ -69,6 +71,28 @@ def test_a_wrong_kernel_is_named(
     assert outcome.passed is False
     assert outcome.said[0].startswith("FAILED")
     assert operation.partition("_paged")[0] in outcome.said[0]
+
+
+@pytest.mark.parametrize(
+    "spoilt",
+    [
+        lambda found: found[:, :-1],
+        lambda found: torch.cat([found[:, :1], found[:, :-1]], -1),  # a row twice
+        lambda found: torch.cat([found[:, :-1], found[:, -1:] + 5000], -1),
+        lambda found: torch.where(torch.arange(701) == 0, found[:, :1] // 2, found),  # one below
+    ],
+)
+def test_where_positions_are_twice_rows_are_chosen_once_and_none_below_the_last(
+    spoilt: Any,
+) -> None:
+    sound = TorchBackend()
+    g = torch.Generator().manual_seed(0)
+    scores, places = torch.randn(2, 5000, generator=g), torch.randperm(5000, generator=g) // 2
+    scores[:, ::7] = 1.5
+    words = scores, places.expand(2, -1).contiguous()
+    assert gpu_check._top_apart(sound, sound, *words) == 0
+    wrong = SimpleNamespace(select_top=lambda *given: spoilt(sound.select_top(*given)))
+    assert gpu_check._top_apart(wrong, sound, *words) > 0
 
 
 def test_without_compiled_kernels_the_check_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +120,9 @@ def test_no_stage_stops_the_others_and_none_begins_too_late() -> None:
     assert done[0].said == ["ValueError: a fault"]
     assert limits[0] == 9
     assert 5 < limits[1] <= 60
-    late = play(todo, 4, said.append)
+    assert [each.needed for each in done] == [False] * 3
+    late = play([replace(each, needed=True) for each in todo], 4, said.append)
+    assert all(each.needed for each in late)
     assert [each.passed for each in late] == [None] * 3
     assert "the time is over" in late[0].said[0]
 
@@ -126,8 +152,6 @@ def test_the_roofline_is_asked_for_what_was_measured_below_its_folder(tmp_path: 
 def test_every_command_is_one_of_ours(tmp_path: Path) -> None:
     """Options that were renamed would show on somebody's GPU only."""
     found = stages(list(gpu_check.ENGINES), tmp_path)
-    checks = [each for each in found if "selftest" in each.name or "against" in each.name]
-    assert sum(each.limit_s for each in checks) <= 6 * 60
     checked = 0
     for stage in found:
         words = getattr(stage.run, "args", ())[1:2]
@@ -141,6 +165,14 @@ def test_every_command_is_one_of_ours(tmp_path: Path) -> None:
     assert checked == 1 + 3 * len(gpu_check.ENGINES)
 
 
+@pytest.mark.parametrize("engine", gpu_check.ENGINES)
+def test_correctness_has_the_time_it_takes_and_leaves_some(engine: str, tmp_path: Path) -> None:
+    needed = {each.name: each.limit_s for each in stages([engine], tmp_path) if each.needed}
+    assert list(needed) == ["kernels against PyTorch", "CUDA graphs", f"{engine}: selftest"]
+    assert needed[f"{engine}: selftest"] >= 3 * 77  # starts of vLLM with nothing compiled
+    assert sum(needed.values()) <= gpu_check.MINUTES * 60 - 60
+
+
 def test_the_folder_of_shapes_is_qwen3_8b(tmp_path: Path) -> None:
     found = read_decoder(gpu_check.shapes_folder(tmp_path / "shapes"))
     assert found.common == 6_945_767_424
@@ -150,6 +182,9 @@ def test_the_folder_of_shapes_is_qwen3_8b(tmp_path: Path) -> None:
 def test_the_end_says_what_to_send_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sound, unknown, wrong = Outcome("a", True), Outcome("b", None), Outcome("c", False)
     assert conclude([sound, unknown], {"gpu": "x"}, tmp_path) == 0
+    unfinished = Outcome("d", None, needed=True)
+    assert conclude([sound, unknown, unfinished], {"gpu": "x"}, tmp_path) == 1
+    assert "1 of 3 passed; NOT CHECKED: d; not judged: b" in capsys.readouterr().out
     assert conclude([sound, wrong, unknown], {"gpu": "x"}, tmp_path) == 1
     printed = capsys.readouterr().out
     assert "1 of 3 passed; FAILED: c; not judged: b" in printed
@@ -162,5 +197,39 @@ def test_an_engine_without_its_environment_is_left_out(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("KVBENCH_HOME", str(tmp_path))
-    assert gpu_check.installed([]) == ["embedded"]
-    assert gpu_check.installed(["vllm"]) == []
+    assert gpu_check.installed() == ["embedded"]
+
+
+@pytest.mark.parametrize(
+    ("there", "named", "played", "minutes", "said"),
+    [
+        (["vllm", "sglang", "embedded"], [], ["vllm"], 8,
+         "engines: vllm; left out: sglang, embedded (to check them: --engine sglang --engine "
+         "embedded); not installed: none"),
+        (["embedded"], [], ["embedded"], 8,
+         "engines: embedded; left out: none; not installed: vllm, sglang"),
+        (["sglang", "embedded"], ["embedded", "sglang"], ["sglang", "embedded"], 16,
+         "engines: sglang, embedded; left out: none; not installed: vllm"),
+        (["embedded"], ["vllm"], [], 0, ""),
+    ],
+)  # fmt: skip
+def test_one_serving_engine_is_checked_unless_others_are_named(
+    there: list[str], named: list[str], played: list[str], minutes: int, said: str,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path,
+) -> None:  # fmt: skip
+    asked: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(dispatch, "use_backend", lambda _name: None)
+    monkeypatch.setattr(gpu_check, "installed", lambda: there)
+    monkeypatch.setattr(gpu_check, "hardware", dict)
+    monkeypatch.setattr(gpu_check, "stages", lambda engines, _out: asked.append(engines))
+    monkeypatch.setattr(gpu_check, "play", lambda _todo, seconds, _say: asked.append(seconds) or [])
+    words = [word for name in named for word in ("--engine", name)]
+    code = gpu_check.main(["--out", str(tmp_path / "out"), *words])
+    printed = capsys.readouterr()
+    if not played:
+        assert (code, asked) == (2, [])
+        assert printed.err == "vllm is not installed: kvbench env create vllm-cuda\n"
+        return
+    assert (code, asked) == (0, [played, minutes * 60])
+    assert printed.out.splitlines()[1] == said

@@ -7,16 +7,18 @@ No GPU is needed. Memory is counted by PyTorch's profiler. In place of a GPU the
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from fake_device import ranking
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from agentbench_kv.conformance.scenes import made_up_calibration
 from agentbench_kv.engines.core.ledger import Eviction, EvictionOrder
 from agentbench_kv.engines.core.policy import BackendPolicy
 from agentbench_kv.engines.core.rings import AttentionSums, QueryBuffer, RingWrite, RowShape
@@ -36,6 +38,7 @@ from agentbench_kv.engines.vllm.plugin.capture import QueryCapture
 from agentbench_kv.kernels import dispatch
 from agentbench_kv.kernels.layout import PagedRows
 from agentbench_kv.methods.base import Method, QueryKind, QueryPlan
+from agentbench_kv.methods.calibration import Calibration
 from agentbench_kv.phases.machine import PromptPhases
 from agentbench_kv.registry import make_method
 
@@ -107,20 +110,57 @@ def forward(worker: DeviceWorker, decode: bool, rows: int, indices: Tensor) -> N
         worker.observe(layer, queries, SimpleNamespace(forward_mode=mode, req_pool_indices=indices))
 
 
+# Method, settings, and for what its events wait; decision 55 says the same.
+WAITING: list[tuple[str, dict[str, Any], str]] = [
+    ("agentkv", {"chunk": 4}, "how many chunks there are"),
+    ("agentkv", {"drop_phase": "think"}, "how many queries are left"),
+    ("agentkv", {"sampler": "multiscale"}, "how many queries a phase has"),
+    ("agentkv", {"sampler": "weighted"}, "how many queries a phase has"),
+    ("agentkv", {"sampler": "diverse"}, "how many queries a phase has"),
+    ("agentkv", {"sampler": "shuffled"}, "how many queries the drawn rings hold"),
+    ("agentkv", {"sampler": "own"}, "which phase is under way"),
+    ("expected-attention", {}, "its statistics, at the first event"),
+    ("triattention", {}, "its statistics, at the first event"),
+]
+
+
+def method_of(name: str, settings: dict[str, Any], statistics: str = "meta") -> Method:
+    """Build a method for sessions of a few tokens; statistics, if any, lie on a device."""
+    method = make_method(name, 16, {"interval": 3, **ranking()[name], **settings})
+    known = made_up_calibration(2, 4, torch.ones(4), 1.0)
+    return method.with_calibration(known if statistics == "cpu" else on_meta(known))
+
+
+def on_meta(known: Calibration) -> Calibration:
+    parts = {field.name: getattr(known, field.name) for field in fields(known) if field.init}
+    there = {
+        name: torch.empty_like(part, device="meta")
+        for name, part in parts.items()
+        if isinstance(part, Tensor)
+    }
+    return replace(known, **there)
+
+
 @pytest.mark.usefixtures("no_waiting")
 @pytest.mark.parametrize(
     ("name", "settings"),
-    [
-        ("agentkv", {}),
-        ("snapkv", {"window": 8}),
-        ("rkv", {"window": 8}),
-        ("streamingllm", {}),
-        ("agentkv", {"kept_set": "per_layer"}),
-    ],
+    [*((name, {}) for name in ranking()), ("agentkv", {"kept_set": "per_layer"})],
 )
 @pytest.mark.parametrize("page", [1, 16])
 def test_no_step_waits_for_the_device(name: str, settings: dict[str, Any], page: int) -> None:
-    method = make_method(name, 16, {"interval": 3, **settings})
+    play(method_of(name, settings), page)
+
+
+@pytest.mark.usefixtures("no_waiting")
+@pytest.mark.parametrize(("name", "settings", "why"), WAITING)
+def test_what_waits_all_the_same_is_known(name: str, settings: dict[str, Any], why: str) -> None:
+    with pytest.raises((AssertionError, RuntimeError, NotImplementedError)) as waited:
+        play(method_of(name, settings, "cpu"), 16)
+    assert any("methods" in str(frame.path) for frame in waited.traceback), why
+
+
+def play(method: Method, page: int) -> None:
+    """Prefill two sessions and decode until each had two events."""
     worker = meta_worker(method, page)
     sessions = SglangSessions(method, 1, 1, lambda _: pytest.fail("no stop text was asked for"))
     freed: list[Tensor] = []
@@ -290,9 +330,14 @@ def test_rings_grow_only_when_forwards_are_over() -> None:
     assert (sorted(taken), waits, buffer.places) == ([0, 1, 2, 3, 4], [], 5)
     assert buffer.take() == 5
     assert waits == [5]
-    assert buffer.places == 10
+    assert buffer.places == 9
     buffer.reserve(7)
-    assert buffer.places == 10
+    assert buffer.places == 9
+    # A large one by an eighth: its memory is what the cache has left.
+    buffer.reserve(80)
+    taken = [buffer.take() for _ in range(75)]
+    assert waits == [5, 9, 80]
+    assert (max(taken), buffer.places) == (80, 90)
 
 
 def test_staging_is_as_large_as_the_requests_and_made_before_the_pool() -> None:
@@ -302,6 +347,8 @@ def test_staging_is_as_large_as_the_requests_and_made_before_the_pool() -> None:
     assert worker._staged is not None
     assert worker._staged.shape == (3, 33, 4, 8)
     assert worker.rows.rings.places == 16
+    shared = make_method("agentkv", 64, {"prefix": "shared", "protect": "system"})
+    assert DeviceWorker(policy_of(shared), shape, torch.ones(4), 32).rows.rings.places == 16 + 17
     plain = DeviceWorker(policy_of(make_method("full-constrained", None)), shape, torch.ones(4), 32)
     assert plain._staged is None
     assert plain.rows.rings.places == 0

@@ -16,6 +16,7 @@ import torch
 from vllm_stand_ins import DIM, HEADS, LAYERS, PLUGIN, Impl, cache_of, flash, made
 
 from agentbench_kv.engines.core.policy import VARIABLE
+from agentbench_kv.engines.core.prefixes import PREFIXES
 
 
 def test_queries_have_their_memory_before_the_cache_is_sized(
@@ -35,6 +36,16 @@ def test_queries_have_their_memory_before_the_cache_is_sized(
     assert [layer.layer_name for layer in runner._kvbench_layers] == names
     described = vars(runner)["_kvbench_pages"]  # and not only when the first step asks for it
     assert [len(rows.layers) for rows in described] == [LAYERS] * 2
+
+
+def test_shared_prefixes_have_their_places_before_the_cache_is_sized(
+    plugin: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = {"prefix": "shared", "protect": "system"}
+    runner, path = made(plugin, flash(plugin), "agentkv", tmp_path, **shared)
+    monkeypatch.setenv(VARIABLE, str(path))
+    runner.profile_run()
+    assert runner.profiled == [(8, 5 + PREFIXES + 1)]
 
 
 def test_a_backend_that_bypasses_ours_is_refused_in_a_line(
@@ -74,13 +85,20 @@ def test_both_backends_of_a_gpu_go_through_ours(backend: str, plugin: Any) -> No
     assert builder.build(0, "batch") == (0, "logical batch", False)
 
 
-@pytest.mark.parametrize("kind", ["data", "pipeline"])
+@pytest.mark.parametrize(
+    ("name", "value", "kind"),
+    [
+        ("data_parallel_size", 2, "data"),
+        ("data_parallel_index", 1, "data"),  # all that vLLM leaves a dense model's second rank
+        ("pipeline_parallel_size", 2, "pipeline"),
+    ],
+)
 def test_parallel_workers_are_refused(
-    kind: str, plugin: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, value: int, kind: str, plugin: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner, path = made(plugin, flash(plugin), "agentkv", tmp_path)
     monkeypatch.setenv(VARIABLE, str(path))
-    setattr(runner.vllm_config.parallel_config, f"{kind}_parallel_size", 2)
+    setattr(runner.vllm_config.parallel_config, name, value)
     with pytest.raises(ValueError, match=f"does not support {kind} parallelism"):
         runner.initialize_kv_cache(cache_of(["layers.0"]))
 

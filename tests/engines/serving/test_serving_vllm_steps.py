@@ -16,13 +16,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fake_device import Launched, refuse_waiting
+from fake_device import Launched, ranking, refuse_waiting
 from torch import Tensor
 from vllm_stand_ins import DIM, HEADS, PLUGIN, Runner, cache_of, flash, made
 
 from agentbench_kv.engines.core.ledger import Eviction, EvictionOrder, RowsMoved, StepPlan
 from agentbench_kv.engines.core.policy import VARIABLE
 from agentbench_kv.phases.machine import PromptPhases
+from agentbench_kv.registry import load_method
 
 META = torch.device("meta")
 BLOCK, BUDGET = 16, 16
@@ -171,12 +172,12 @@ def runner(
 
 
 METHODS: list[tuple[str, dict[str, Any]]] = [
-    ("agentkv", {}),
+    *(
+        (name, short)
+        for name, short in ranking().items()
+        if not load_method(name).needs_calibration
+    ),
     ("agentkv", {"kept_set": "per_layer"}),
-    ("snapkv", {"window": 8}),
-    ("rkv", {"window": 8}),
-    ("h2o", {}),
-    ("streamingllm", {}),
     ("streamingllm", {"positions": "cache"}),
 ]
 

@@ -88,16 +88,17 @@ def test_a_config_whose_rope_is_nonsense_is_one_line(tmp_path: Path) -> None:
             read_model(tmp_path)
 
 
+@pytest.mark.parametrize("argument", ["hf-overrides", "hf_overrides", "hf-overrides.rope_theta"])
 @pytest.mark.parametrize("engine", [VllmEngine, SglangEngine])
 def test_a_config_changed_on_the_command_line_is_not_the_one_keys_are_turned_by(
-    engine: type[ServingEngine], tmp_path: Path
+    engine: type[ServingEngine], argument: str, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     options = EngineOptions(
         str(tmp_path),
         make_method("streamingllm@paper", 128),
         device="cpu",
-        engine_args={"hf-overrides": "{}"},
+        engine_args={argument: "{}"},
     )
     with pytest.raises(UsageError, match="--engine-arg hf-overrides"):
         engine.check_options(options)
@@ -244,6 +245,10 @@ def test_an_engines_own_argument_asks_for_no_more_than_the_model_has(
         (VLLM, "data-parallel-size", "2", "data parallelism"),
         (VLLM, "pipeline-parallel-size", "2", "pipeline parallelism"),
         (VLLM, "kv-cache-dtype", "fp8", "a quantised KV cache"),
+        (VLLM, "data_parallel_size", "2", "data parallelism"),
+        (VLLM, "pipeline-parallel_size", "2", "pipeline parallelism"),
+        (VLLM, "kv_cache_dtype", "fp8", "a quantised KV cache"),
+        (SGLANG, "tp_size", "2", "tensor parallelism"),
         (SGLANG, "dp-size", "2", "data parallelism"),
         (SGLANG, "pp", "4", "pipeline parallelism"),
         (SGLANG, "tensor-parallel-size", "2", "tensor parallelism"),
@@ -255,11 +260,72 @@ def test_arguments_that_eviction_would_be_wrong_with_are_refused_before_anything
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     options = EngineOptions(str(tmp_path), make_method("agentkv", 96), device="cpu")
-    with pytest.raises(UsageError, match=f"--engine-arg {name}={value}: .*{what}"):
+    dashed = name.replace("_", "-")
+    with pytest.raises(UsageError, match=f"--engine-arg {dashed}={value}: .*{what}"):
         check(replace(options, engine_args={name: value}))
-    harmless = {"kv-cache-dtype": "auto"}.get(name, "1")
+    harmless = {"kv-cache-dtype": "auto"}.get(dashed, "1")
     check(replace(options, engine_args={name: harmless, "tensor-parallel-size": "1"}))
     check(replace(options, method=make_method("full", None), engine_args={name: value}))
+
+
+VLLM_ROWS = {
+    "fp8": "fp8",
+    "fp8_e4m3": "fp8_e4m3",
+    "fp8_e5m2": "fp8_e5m2",
+    "int8": "int8_per_token_head",
+    "int4": "int4_per_token_head",
+}
+
+
+@pytest.mark.parametrize(
+    ("wire_class", "known", "names"),
+    [
+        (VllmEngineWire, VllmEngine.kv_dtypes, VLLM_ROWS),
+        (
+            SglangEngineWire,
+            SglangEngine.kv_dtypes,
+            {"fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"},
+        ),
+    ],
+)
+def test_a_gpus_server_is_told_the_precision_of_its_rows_in_its_own_words(
+    wire_class: Callable[..., EngineWire],
+    known: Sequence[str],
+    names: dict[str, str],
+    tmp_path: Path,
+) -> None:
+    assert list(known) == list(names)
+    full = replace(OPTIONS, method=make_method("full", None))
+    for name, word in {"": "", **names}.items():
+        options = replace(full, kv_dtype=name)
+        wire = wire_class(options, FACTS, Path("python"), tmp_path, tmp_path, True, True)
+        words = list(wire.launch().command)
+        wire.close()
+        found = [words[at + 1] for at, each in enumerate(words) if each == "--kv-cache-dtype"]
+        assert found == ([word] if word else [])
+
+
+@pytest.mark.parametrize("name", [*VLLM_ROWS, ""])
+def test_a_cpu_has_vllms_rows_of_8_bit_floats_alone(name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    options = EngineOptions(str(tmp_path), make_method("full", None), device="cpu", kv_dtype=name)
+    VLLM(replace(options, device="cuda"))
+    if not name.startswith("int"):
+        VLLM(options)
+        return
+    with pytest.raises(UsageError, match=f"--kv-dtype {name}: vLLM's attention on a CPU") as said:
+        VLLM(options)
+    assert "use fp8, fp8_e4m3, fp8_e5m2" in str(said.value)
+    assert "\n" not in str(said.value)
+
+
+def test_an_engine_argument_has_one_name_however_it_is_spelled() -> None:
+    """vLLM takes both; behind a dot are keys, not names."""
+    given = {"max_model_len": "9", "hf_overrides.rope_theta": "1"}
+    options = replace(OPTIONS, engine_args=given)
+    assert options.engine_args == {"max-model-len": "9", "hf-overrides.rope_theta": "1"}
+    with pytest.raises(UsageError, match=r"^--engine-arg max-model-len is given twice.*$"):
+        replace(OPTIONS, engine_args=given | {"max-model-len": "9"})
 
 
 def test_a_longrope_model_runs_in_sglang_up_to_its_original_context(tmp_path: Path) -> None:

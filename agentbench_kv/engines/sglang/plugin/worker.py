@@ -103,7 +103,7 @@ class DeviceWorker:
             self._staged = torch.zeros(size, dtype=shape.dtype, device=shape.device)
         if self.shape.device.type != "cpu":
             # Half of the requests run at once (`engine.flags`); the others are sessions at rest.
-            self.rows.rings.reserve(-(-requests // 2))
+            self.rows.reserve(-(-requests // 2))
 
     def wait_for_forward(self) -> None:
         """Let what follows on the device wait for the forward that may still run."""

@@ -164,7 +164,8 @@ def refuse_wrong_results(config: Any, cache: Any, method: Method) -> None:
         "positions=cache beside windows": method.positions == "cache" and "window" in kinds,
         "a shared prefix beside windows": method.prefix == "shared" and "window" in kinds,
         "context parallelism": parallel.decode_context_parallel_size > 1,
-        "data parallelism": parallel.data_parallel_size > 1,
+        # Of a dense model every rank believes itself alone, and knows its number only.
+        "data parallelism": parallel.data_parallel_size > 1 or parallel.data_parallel_index > 0,
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "a quantised KV cache": any(
             group.kv_cache_spec.dtype.itemsize < 2

@@ -248,7 +248,7 @@ class EvictingRunner(BaseRunner):
             captured = max(self.compilation_config.cudagraph_capture_sizes or [0])
             like = torch.empty(0, dtype=shape.dtype, device=shape.device)
             CAPTURE.allocate(captured, shape.layers, (heads, head_dim), like)
-            rows.rings.reserve(self.max_num_reqs)
+            rows.reserve(self.max_num_reqs)
 
 
 class EvictingWorker(BaseWorker):
