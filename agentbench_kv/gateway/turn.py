@@ -153,10 +153,10 @@ class Turn:
 
         Backends hold to schemas themselves; a string may hold the words of any marker.
         """
-        if self.reader.tool_calls or self._cutter.hit:
+        if self.reader.tool_calls or self.reader.unparsable or self._cutter.hit:
             return True
         if self.options.tool_choice.mode == "required":
-            return self.reader.unparsable
+            return False
         return any(map(_is_json, (self._raw, self._raw.partition("</think>")[2])))
 
     @property
