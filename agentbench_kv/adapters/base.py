@@ -192,6 +192,15 @@ class Outcome:
 
 
 @dataclass(frozen=True)
+class Marked:
+    """What the answers of a scored trial's transcript say of it."""
+
+    score: float
+    metrics: Mapping[str, Metric | None]  # those that follow from answers; None: nobody knows it
+    transcript: Mapping[str, Any]  # what of it follows from the sample and the answers
+
+
+@dataclass(frozen=True)
 class TrialContext:
     """Everything a trial gets in addition to its sample."""
 
@@ -292,6 +301,15 @@ class Task(ABC):
     def nothing_recalled(self, sample: Sample) -> Mapping[str, Metric]:  # noqa: ARG002
         """Return the same of what a memory brings back, for failed trials of runs with one."""
         return {}
+
+    def mark(self, sample: Sample, transcript: Any) -> Marked | None:  # noqa: ARG002
+        """Mark the answers in a scored trial's transcript once more.
+
+        For those who check a record whose tokens are no session's that can be played again. None:
+        the task's transcripts do not say all that its score is made of. Transcripts may be a
+        stranger's: whatever is raised is a finding.
+        """
+        return None
 
     def provenance(self) -> dict[str, Any]:
         """Return data hashes and versions for the run record."""

@@ -24,6 +24,7 @@ from agentbench_kv.leaderboard.evidence import (
     read_run,
     shown,
 )
+from agentbench_kv.leaderboard.marking import check_marks
 from agentbench_kv.leaderboard.replay import Replay
 from agentbench_kv.registry import load_task
 from agentbench_kv.results.submissions import Label, Manifest, SubmittedRun
@@ -155,6 +156,7 @@ def _check_task(evidence: RunEvidence, rescore: bool, model: Path | None) -> Che
             found = [
                 *identity.check_samples(evidence, samples),
                 *identity.check_data(evidence, task),
+                *check_marks(evidence, task, samples),
             ]
             yield from found
             folder = identity.folder_of_model(spec, evidence.info.provenance, model)

@@ -17,7 +17,8 @@ from agentbench_kv.adapters.locomo.disputed import Disputed
 from agentbench_kv.adapters.locomo.scoring import Compare, bleu1, f1, f1_authors
 from agentbench_kv.results.records import Metric
 
-COLUMNS = ("f1", "bleu1", "f1_authors", "similarity", "bertscore")
+BY_MODEL = ("similarity", "bertscore")
+COLUMNS = ("f1", "bleu1", "f1_authors", *BY_MODEL)
 NOT_AVAILABLE = "n/a"
 Marks = Mapping[str, float | None]
 
@@ -67,8 +68,7 @@ def marks(question: Question, answer: str, encoders: Mapping[str, Compare]) -> M
     if question.category == ADVERSARIAL:
         return {"adversarial": float(_resisted(question, answer))}
     gold = question.answer
-    names = ("similarity", "bertscore")
-    by_model = [encoders[name](answer, gold) if name in encoders else None for name in names]
+    by_model = [encoders[name](answer, gold) if name in encoders else None for name in BY_MODEL]
     by_words = (f1(answer, gold), bleu1(answer, gold), f1_authors(answer, gold, question.category))
     columns: Marks = dict(zip(COLUMNS, (*by_words, *by_model), strict=True))
     return {**columns, "attempted": float(bool(answer.strip()) and not abstains(answer))}
@@ -191,6 +191,12 @@ def _adversarial(asked: Sequence[Question], answered: Sequence[Answered]) -> dic
         **_sub_score("adversarial", _total("adversarial", answered, asked), len(asked)),
         **_sub_score("adversarial_null", null, len(asked)),
     }
+
+
+def by_words(figures: Mapping[str, Metric]) -> dict[str, Metric]:
+    """Return the figures that no encoder made and no clock."""
+    left_out = (*BY_MODEL, "seconds")
+    return {name: each for name, each in figures.items() if not name.startswith(left_out)}
 
 
 def _is_wrong(found: Disputed | None) -> bool:

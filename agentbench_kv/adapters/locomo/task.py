@@ -17,6 +17,7 @@ from typing import Any
 
 from agentbench_kv.adapters.base import (
     Fact,
+    Marked,
     Message,
     Outcome,
     Reading,
@@ -43,6 +44,7 @@ from agentbench_kv.adapters.locomo.evidence import recalled_shares, sent_share, 
 from agentbench_kv.adapters.locomo.figures import (
     NOT_AVAILABLE,
     Answered,
+    by_words,
     marks,
     nothing_recalled,
     trial_metrics,
@@ -206,6 +208,32 @@ class LocomoQA(Task):
             return {}
         conversation, questions = self._asked(sample)
         return nothing_recalled(questions, self._disputed(conversation))
+
+    def mark(self, sample: Sample, transcript: Any) -> Marked:
+        """Mark recorded answers: by words, as models may not be here; evidence as it was said."""
+        conversation, questions = self._asked(sample)
+        spots = self._history(conversation).spots
+        answered = [
+            Answered(
+                question,
+                said["answer"],
+                said["finish_reason"],
+                0.0,
+                marks(question, said["answer"], {}),
+                sent_share(question, spots),
+                said.get("evidence_recalled"),
+            )
+            for question, said in zip(questions, transcript["answers"], strict=True)
+        ]
+        disputed = self._disputed(conversation)
+        known = {} if disputed is None else disputed
+        answers = [by_words(each.document(known.get(each.question.index))) for each in answered]
+        unknown = dict.fromkeys(nothing_recalled(questions, disputed))
+        return Marked(
+            self._score(answered),
+            {**unknown, **by_words(trial_metrics(questions, answered, disputed))},
+            {"conversation": conversation.id, "answers": answers},
+        )
 
     def script(self, sample: Sample, agent: ScriptedAgent) -> list[str]:
         return [_scripted(question, agent) for question in self._asked(sample)[1]]

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 from agentbench_kv.adapters.agent_client import NULL_SENTENCE
 from agentbench_kv.adapters.base import (
     Fact,
+    Marked,
     Outcome,
     Sample,
     ScriptedAgent,
@@ -30,10 +31,11 @@ from agentbench_kv.adapters.bfcl.task import (
     MultiTurnMissParam,
 )
 from agentbench_kv.adapters.data import file_sha256
-from agentbench_kv.adapters.probe.asking import AskedProbe, Floor, ask_all
+from agentbench_kv.adapters.probe.asking import AskedProbe, Floor, Place, ask_all
 from agentbench_kv.adapters.probe.gold import GoldSessions
 from agentbench_kv.adapters.probe.questions import Probe, make_probes, probes_sha
 from agentbench_kv.adapters.probe.session import ChatSession, read_sessions
+from agentbench_kv.adapters.probe.values import contains
 from agentbench_kv.adapters.tau2.task import Airline, Retail, Telecom
 from agentbench_kv.errors import ContextLimitError, PrerequisiteError, UsageError
 from agentbench_kv.params import param
@@ -102,9 +104,8 @@ class ProbeTask(Task):
         how = {"asked_in": self._asked_in(client)}
         scored = status is TrialStatus.SCORED
         metrics = {**(_metrics(asked) if scored else self.nothing_right(sample)), **how}
-        score = sum(each.contains for each in asked) / len(probes)
         transcript = {"session": session.id, "floor": self.floor, "probes": _documents(asked)}
-        return Outcome(status, score if scored else None, metrics, transcript, error, _facts(asked))
+        return Outcome(status, _score(asked) if scored else None, metrics, transcript, error, _facts(asked))
 
     def nothing_right(self, sample: Sample) -> Mapping[str, Metric]:
         found: dict[str, Metric] = {}
@@ -113,6 +114,23 @@ class ProbeTask(Task):
                 found[f"{name}_right"] = 0
                 found[f"{name}_asked"] = int(str(found.get(f"{name}_asked", 0))) + 1
         return found
+
+    def mark(self, sample: Sample, transcript: Any) -> Marked:
+        """Mark recorded answers; places, and whether nothing else was said, are as they were."""
+        session, probes = self._asked_about(sample)
+        asked = [
+            AskedProbe(
+                rank,
+                probe,
+                None if said["place"] is None else Place(**said["place"]),
+                said["answer"],
+                said["exact"],
+                contains(said["answer"], probe.value),
+            )
+            for rank, (probe, said) in enumerate(zip(probes, transcript["probes"], strict=True))
+        ]
+        derived = {"session": session.id, "floor": self.floor, "probes": _documents(asked)}
+        return Marked(_score(asked), _metrics(asked), derived)
 
     def script(self, sample: Sample, agent: ScriptedAgent) -> list[str]:
         probes = self._asked_about(sample)[1]
@@ -243,6 +261,10 @@ def steered(name: str, context: TrialContext) -> SteeredClient:
     if not isinstance(context.client, SteeredClient):
         raise UsageError(f"{name} gives the agent its answers, and this client takes none")
     return context.client
+
+
+def _score(asked: Sequence[AskedProbe]) -> float:
+    return sum(each.contains for each in asked) / len(asked)
 
 
 def _metrics(asked: Sequence[AskedProbe]) -> dict[str, Metric]:
