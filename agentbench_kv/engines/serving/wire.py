@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import re
 import secrets
+import socket
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -266,6 +268,30 @@ def room_on_cpu(facts: ModelFacts, options: EngineOptions, context: int) -> CpuR
 
 
 LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=32)
+
+
+class UnixTransport(httpx.HTTPTransport):
+    """HTTP over a Unix socket; one that could not connect is closed, which httpcore does not do."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(uds=str(path), limits=LIMITS)
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        try:
+            return super().handle_request(request)
+        except httpx.ConnectError as error:
+            _close_sockets(error)
+            raise
+
+
+def _close_sockets(error: BaseException) -> None:
+    """Close the sockets in the frames of what failed first: nothing else knows them any more."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        for value in frame.f_locals.values():
+            if isinstance(value, socket.socket):
+                value.close()
 
 
 @dataclass(frozen=True)

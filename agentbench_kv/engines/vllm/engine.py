@@ -28,13 +28,13 @@ from agentbench_kv.engines.serving.engine import (
     refuse_unshared,
     start_server,
 )
-from agentbench_kv.engines.serving.process import Launch, listens
+from agentbench_kv.engines.serving.process import Launch
 from agentbench_kv.engines.serving.wire import (
-    LIMITS,
     CpuRoom,
     EngineWire,
     GenerationRequest,
     ModelFacts,
+    UnixTransport,
     as_flags,
     asked_context,
     post_events,
@@ -79,7 +79,7 @@ class VllmEngineWire(EngineWire):
         return self.folder / "http"
 
     def _transport(self) -> httpx.BaseTransport:
-        return httpx.HTTPTransport(uds=str(self._socket), limits=LIMITS)
+        return UnixTransport(self._socket)
 
     @property
     def context_limit(self) -> int:
@@ -116,8 +116,7 @@ class VllmEngineWire(EngineWire):
         return Launch(command, self._ready, environment, memory=memory)
 
     def lost(self) -> bool:
-        # Asked only where it listens: httpcore leaves a socket open that could not connect.
-        return super().lost() or not listens(self._socket) or self._down(f"{_URL}/health")
+        return super().lost() or self._down(f"{_URL}/health")
 
     def stream(self, request: GenerationRequest) -> Generator[int]:
         for event in post_events(self._client, f"{_URL}/v1/completions", self._body(request)):
@@ -175,8 +174,7 @@ class VllmEngineWire(EngineWire):
             return None
 
     def _ready(self) -> bool:
-        up = listens(self._socket) and self._up(f"{_URL}/health")
-        return up and (self.stock or self._answers())
+        return self._up(f"{_URL}/health") and (self.stock or self._answers())
 
     def _flags(self) -> list[str]:
         options = self.options

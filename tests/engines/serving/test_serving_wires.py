@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from agentbench_kv.engines.base import EngineOptions
@@ -41,6 +43,35 @@ def test_a_server_starts_with_the_method_in_use(
         policy = Path(wire.launch().environment[VARIABLE])
         assert method_from(json.loads(policy.read_text())["method"]) == expected
     wire.close()
+
+
+@pytest.mark.parametrize("left", [True, False])
+def test_a_socket_that_could_not_connect_is_closed(
+    left: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To a server that died a moment ago; one that was killed leaves its socket's file."""
+    if left:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
+            server.bind(str(tmp_path / "http"))
+            server.listen()
+    made: list[socket.socket] = []
+
+    class Noted(socket.socket):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            made.append(self)
+
+    monkeypatch.setattr(socket, "socket", Noted)
+    wire = VllmEngineWire(OPTIONS, FACTS, Path("python"), tmp_path, tmp_path, False, True)
+    try:
+        assert wire.lost()
+        with pytest.raises(httpx.ConnectError):
+            wire.details()
+        assert [each.fileno() for each in made] == [-1, -1]
+    finally:
+        for each in made:
+            each.close()
+        wire.close()
 
 
 CONFIG = {
