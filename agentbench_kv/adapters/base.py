@@ -192,7 +192,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Marked:
+class MarkedAnswers:
     """What the answers of a scored trial's transcript say of it."""
 
     score: float
@@ -302,7 +302,7 @@ class Task(ABC):
         """Return the same of what a memory brings back, for failed trials of runs with one."""
         return {}
 
-    def mark(self, sample: Sample, transcript: Any) -> Marked | None:  # noqa: ARG002
+    def mark(self, sample: Sample, transcript: Any) -> MarkedAnswers | None:  # noqa: ARG002
         """Mark the answers in a scored trial's transcript once more.
 
         For those who check a record whose tokens are no session's that can be played again. None:

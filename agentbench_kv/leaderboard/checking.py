@@ -156,8 +156,9 @@ def _check_task(evidence: RunEvidence, rescore: bool, model: Path | None) -> Che
             found = [
                 *identity.check_samples(evidence, samples),
                 *identity.check_data(evidence, task),
-                *check_marks(evidence, task, samples),
             ]
+            if not found:
+                found = list(check_marks(evidence, task, samples))
             yield from found
             folder = identity.folder_of_model(spec, evidence.info.provenance, model)
             if obstacle := _obstacle(evidence, rescore):

@@ -55,13 +55,16 @@ def runs(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path
     asked: dict[str, tuple[str, Document]] = {
         "memart": ("probe/locomo", {"check": "off", "topk": "4", "adversarial": "apart"}),
         "full": ("probe/locomo", {"check": "off"}),
-        "snapkv": ("probe/file", {"file": str(data / "sessions.jsonl")}),
+        "snapkv": (
+            "probe/file",
+            {"file": str(data / "sessions.jsonl"), "trigger": "prefill+every"},
+        ),
     }
     found = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(VARIABLE, str(data))
         for method, (task, settings) in asked.items():
-            budget = 96 if method == "snapkv" else None
+            budget = 64 if method == "snapkv" else None
             about = {"engine": "embedded", "model": "micro", "max_tokens": 8, "limit": 1}
             spec = resolve(RunSpec(task=task, method=method, budget=budget, **about), settings)
             run_all([spec], root, lambda *_: None)

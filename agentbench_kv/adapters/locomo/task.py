@@ -17,7 +17,7 @@ from typing import Any
 
 from agentbench_kv.adapters.base import (
     Fact,
-    Marked,
+    MarkedAnswers,
     Message,
     Outcome,
     Reading,
@@ -209,7 +209,7 @@ class LocomoQA(Task):
         conversation, questions = self._asked(sample)
         return nothing_recalled(questions, self._disputed(conversation))
 
-    def mark(self, sample: Sample, transcript: Any) -> Marked:
+    def mark(self, sample: Sample, transcript: Any) -> MarkedAnswers:
         """Mark recorded answers: by words, as models may not be here; evidence as it was said."""
         conversation, questions = self._asked(sample)
         spots = self._history(conversation).spots
@@ -229,7 +229,7 @@ class LocomoQA(Task):
         known = {} if disputed is None else disputed
         answers = [by_words(each.document(known.get(each.question.index))) for each in answered]
         unknown = dict.fromkeys(nothing_recalled(questions, disputed))
-        return Marked(
+        return MarkedAnswers(
             self._score(answered),
             {**unknown, **by_words(trial_metrics(questions, answered, disputed))},
             {"conversation": conversation.id, "answers": answers},

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from agentbench_kv.adapters.agent_client import NULL_SENTENCE
 from agentbench_kv.adapters.base import (
     Fact,
-    Marked,
+    MarkedAnswers,
     Outcome,
     Sample,
     ScriptedAgent,
@@ -105,7 +105,9 @@ class ProbeTask(Task):
         scored = status is TrialStatus.SCORED
         metrics = {**(_metrics(asked) if scored else self.nothing_right(sample)), **how}
         transcript = {"session": session.id, "floor": self.floor, "probes": _documents(asked)}
-        return Outcome(status, _score(asked) if scored else None, metrics, transcript, error, _facts(asked))
+        return Outcome(
+            status, _score(asked) if scored else None, metrics, transcript, error, _facts(asked)
+        )
 
     def nothing_right(self, sample: Sample) -> Mapping[str, Metric]:
         found: dict[str, Metric] = {}
@@ -115,7 +117,7 @@ class ProbeTask(Task):
                 found[f"{name}_asked"] = int(str(found.get(f"{name}_asked", 0))) + 1
         return found
 
-    def mark(self, sample: Sample, transcript: Any) -> Marked:
+    def mark(self, sample: Sample, transcript: Any) -> MarkedAnswers:
         """Mark recorded answers; places, and whether nothing else was said, are as they were."""
         session, probes = self._asked_about(sample)
         asked = [
@@ -130,7 +132,7 @@ class ProbeTask(Task):
             for rank, (probe, said) in enumerate(zip(probes, transcript["probes"], strict=True))
         ]
         derived = {"session": session.id, "floor": self.floor, "probes": _documents(asked)}
-        return Marked(_score(asked), _metrics(asked), derived)
+        return MarkedAnswers(_score(asked), _metrics(asked), derived)
 
     def script(self, sample: Sample, agent: ScriptedAgent) -> list[str]:
         probes = self._asked_about(sample)[1]

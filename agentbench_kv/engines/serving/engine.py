@@ -256,10 +256,11 @@ class ServingEngine(Engine):
 
     def shutdown(self) -> None:
         self._gone = self._gone or "the engine has been shut down"
-        self._control.close()
         self._wire.close()
         if self._process is not None:
             self._process.stop()
+        # Last: who asks for an account meanwhile would connect again.
+        self._control.close()
         shutil.rmtree(self._wire.folder, ignore_errors=True)
 
     def _play(self, state: ServingSession, generation: ServingGeneration) -> FinishReason:
