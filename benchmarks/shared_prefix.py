@@ -5,10 +5,10 @@
 All sessions of an arm begin at once, each with the system message and a prompt of its own, and
 decode until an event has fallen due. Arms are measured in rotated order; ratios are paired by
 repetition, to the arm of the same method whose sessions hold their own rows. Tokens, events and
-kept rows must be equal to that arm's. `--model` is a folder or `micro`; `--layers N` instead takes
+kept rows must be equal to that arm's, and `full`'s tokens, too. `used_mb` is the most that was held
+at any moment that was looked at. `--model` is a folder or `micro`; `--layers N` instead takes
 a Qwen3 with random weights and so many layers of Qwen3-0.6B's shape. Of a server `full` is as
-shipped, with its own prefix cache, and what it holds is not known; `full-constrained` is the
-plug-in's.
+shipped, with its own prefix cache; `full-constrained` is the plug-in's.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ SERVERS: dict[str, tuple[type[ServingEngine], str]] = {
     "sglang": (SglangEngine, "context-length"),
 }
 PROMPT, ANSWER = 64, 160  # tokens of a session's own
+LOOK_S = 0.2  # between two looks at what is held
 ROOM = 160  # rows of the budget beyond the system message
 
 
@@ -117,9 +118,7 @@ class ServerArms:
                 return sorted_rows(read_kept(Path(trace), [engine.kept_names(name)]))
 
             def used() -> float:
-                pool = engine.pool()
-                blocks = pool.get("total_blocks", 0) - pool.get("free_blocks", 0)
-                return float(blocks * pool.get("block_size", 0) * engine.bytes_per_token)
+                return float(engine.pool_peak() or 0)
 
             try:
                 yield Arm(engine, kept, used)
@@ -151,13 +150,15 @@ def play(arm: Arm, sessions: int, system: list[int]) -> tuple[dict[str, float], 
     started = time.perf_counter()
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join()
+    used = 0.0  # of what a server as shipped holds, nothing is left when they are done
+    while any(thread.is_alive() for thread in threads):
+        used = max(used, arm.used())
+        threads[-1].join(LOOK_S)
     wall = time.perf_counter() - started
     stats = [engine.stats(name) for name in names]
     found = {
         "ttft_s": statistics.median(firsts.values()), "worst_ttft_s": max(firsts.values()),
-        "wall_s": wall, "used_mb": arm.used() / 1e6,
+        "wall_s": wall, "used_mb": max(used, arm.used()) / 1e6,
         "prefilled": sum(each.prefill_tokens - each.cached_tokens for each in stats),
         "events": sum(len(each.events) for each in stats),
     }  # fmt: skip
@@ -211,6 +212,9 @@ def main() -> None:
             print(
                 repeat, name, "tokens, events, kept rows", "equal" if same else "DIFFER", flush=True
             )
+        if "full" in did:  # a server as shipped
+            same = _tokens(did["full"]) == _tokens(did["full-constrained own"])
+            print(repeat, "full: tokens", "equal" if same else "DIFFER", flush=True)
     print(f"{options.sessions} sessions, a system message of {options.system} tokens, medians of "
           f"{options.repeats}; ratios to `own` paired by repetition")  # fmt: skip
     for name, rows in found.items():
@@ -223,6 +227,10 @@ def main() -> None:
         }
         print(f"{name:22}", {k: round(v, 3) for k, v in line.items()},
               "x", {k: round(v, 3) for k, v in ratios.items()})  # fmt: skip
+
+
+def _tokens(did: list[Any]) -> list[list[int]]:
+    return [said for said, _ in did]
 
 
 if __name__ == "__main__":
