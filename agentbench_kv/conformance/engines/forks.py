@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import random
 from itertools import count
 
@@ -16,7 +17,7 @@ from agentbench_kv.conformance.driver import (
 )
 from agentbench_kv.conformance.engines.comparison import FIGURES, error_problem
 from agentbench_kv.conformance.engines.fixture import VOCAB, prompt
-from agentbench_kv.engines.base import Capability, KVStats, Sampling
+from agentbench_kv.engines.base import Capability, Engine, KVStats, Sampling
 from agentbench_kv.errors import KVBenchError
 from agentbench_kv.phases import TokenPhases
 
@@ -79,6 +80,34 @@ def check_forced(driver: Driver, reference: Driver) -> list[CheckResult]:
         session.close()
     problem = _problem(expected, session.trace, session.trace.stats)
     return [CheckResult.unless(problem, name, f"{len(session.trace.stats.events)} events")]
+
+
+def check_predicted(driver: Driver, reference: Driver) -> list[CheckResult]:
+    """Check what an engine says it would have drawn in place of tokens that nobody would draw."""
+    name = "what would have been drawn is the embedded engine's"
+    if Capability.FORCE not in driver.engine.info.capabilities:
+        return [CheckResult(name, True, "the engine takes no answers", skipped=True)]
+    expected, found = (_predicted(each.engine) for each in (reference, driver))
+    wrong = sum(map(operator.ne, expected, found))
+    problem = f"{wrong} of {len(expected)} are others" if wrong else ""
+    if len(found) != len(expected):
+        problem = f"{len(found)} tokens, expected {len(expected)}"
+    return [CheckResult.unless(problem, name, f"{len(found)} tokens")]
+
+
+def _predicted(engine: Engine) -> list[int]:
+    """Return the model's own best in place of all tokens of a session's random answers."""
+    best: list[int] = []
+    session = DrivenSession(engine, f"predicted-{next(_numbers)}")
+    try:
+        for seed, turn in enumerate([_FIRST, *_OWN], start=31):
+            session.feed(turn.prompt)
+            generation = engine.force(session.name, prompt(turn.max_tokens, seed), predict=True)
+            session.read(generation)
+            best += generation.best
+    finally:
+        session.close()
+    return best
 
 
 def check_tree(driver: Driver, reference: Driver, steps: int) -> CheckResult:

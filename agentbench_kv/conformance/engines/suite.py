@@ -36,7 +36,12 @@ from agentbench_kv.conformance.engines.fixture import (
     long_sessions,
     open_fixture,
 )
-from agentbench_kv.conformance.engines.forks import check_forced, check_forks, check_tree
+from agentbench_kv.conformance.engines.forks import (
+    check_forced,
+    check_forks,
+    check_predicted,
+    check_tree,
+)
 from agentbench_kv.conformance.engines.forms import check_forms
 from agentbench_kv.conformance.engines.memories import WAYS, memory_part
 from agentbench_kv.conformance.engines.prefixes import SHARING, shared_part
@@ -155,7 +160,9 @@ def _shared_parts(fixture: Fixture, names: Sequence[str], main: Method, quick: b
 def _fork_parts(fixture: Fixture, names: Sequence[str], main: Method, plain: Method) -> list[Part]:
     """Return forks of methods that keep different things: queries, nothing, sums, turned keys."""
     others = [fixture.method(name) for name in ("h2o", "streamingllm@paper") if name in names]
-    methods = [main, plain, *others] if fixture.has(Capability.FORK) else [main, plain]
+    # `full` may be a server as shipped, which takes given answers in another way.
+    shipped = [fixture.method("full")] if "full" in names else []
+    methods = [main, plain, *shipped, *(others if fixture.has(Capability.FORK) else [])]
     return [(f"forks, {each.label}", partial(fork_part, fixture, each)) for each in methods]
 
 
@@ -251,7 +258,11 @@ def fork_part(fixture: Fixture, method: Method) -> list[CheckResult]:
     """Check forks and forced answers, where the engine has them."""
     driver = fixture.driver(method)
     with fixture.reference(method) as reference:
-        return [*check_forks(driver, reference), *check_forced(driver, reference)]
+        return [
+            *check_forks(driver, reference),
+            *check_forced(driver, reference),
+            *check_predicted(driver, reference),
+        ]
 
 
 def tree_part(fixture: Fixture, method: Method, steps: int) -> list[CheckResult]:

@@ -6,10 +6,10 @@ import json
 import socketserver
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, SupportsInt, TypeVar
 
 from agentbench_kv.engines.core.ledger import SessionLedger
 from agentbench_kv.phases.machine import PromptPhases
@@ -55,6 +55,19 @@ class _CommandConnection(socketserver.StreamRequestHandler):
 
 
 @dataclass
+class GivenAnswer:
+    """Tokens that a generation takes as if it had drawn them."""
+
+    tokens: Sequence[int]
+    # Place -> what a greedy draw gave there; perhaps still on a device.
+    best: dict[int, SupportsInt] = field(default_factory=dict)
+
+    def own(self) -> list[int]:
+        """Return what was drawn in the places from the first on."""
+        return [int(self.best[place]) for place in sorted(self.best)]
+
+
+@dataclass
 class SchedulerSession(ABC):
     """One session as a scheduler knows it, or one request without a session."""
 
@@ -65,6 +78,7 @@ class SchedulerSession(ABC):
     # Tokens and phases of the rows that it may share, until it has begun; None: it shares none.
     prefix_key: bytes | None = field(default=None, kw_only=True)
     prefix_tokens: int = field(default=0, kw_only=True)
+    given: GivenAnswer | None = field(default=None, kw_only=True)  # of the last generation
 
     @property
     @abstractmethod
@@ -86,6 +100,7 @@ class SessionCommands(ABC, Generic[_Session]):
             "ping": lambda _: True,
             "stats": self._stats,
             "close": self._close,
+            "best": self._best,
             "pool": self._pool,
             "configure": self._configure,
             "drop_prefixes": lambda _: self.drop_prefixes(),
@@ -124,6 +139,11 @@ class SessionCommands(ABC, Generic[_Session]):
         stats = asdict(session.ledger.snapshot())
         self.forget(session)
         return stats
+
+    def _best(self, request: Mapping[str, Any]) -> list[int]:
+        """Return what the model would have drawn in place of a session's last given tokens."""
+        given = self._sessions[request["session"]].given
+        return [] if given is None else given.own()
 
     def _pool(self, request: Mapping[str, Any]) -> dict[str, int]:  # noqa: ARG002
         resting = sum(not session.running for session in self._sessions.values())

@@ -320,6 +320,15 @@ class StepPlan:
     left: dict[str, PrefixEnd] = field(default_factory=dict)  # by session, within the forward
     after: dict[str, EvictionOrder] = field(default_factory=dict)  # request -> its event
     given_up: list[str] = field(default_factory=list)  # prefixes that nobody will begin with
+    given: dict[str, int] = field(default_factory=dict)  # request -> the token it is to draw
+
+
+@dataclass(frozen=True)
+class OwnBest:
+    """What a worker drew of a request that was given another token to draw."""
+
+    request: str
+    token: int
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,7 @@ from agentbench_kv.engines.base import (
     EngineInfo,
     EngineOptions,
     FinishReason,
-    Generation,
     PhaseLabeller,
-    Sampling,
 )
 from agentbench_kv.engines.core.kv_dtype import BLOCK
 from agentbench_kv.engines.core.memory import memory_method
@@ -65,7 +63,6 @@ class LlamaCppWire(EngineWire):
 
     file: Path  # GGUF
     cells: int  # cached tokens of all sessions together
-    vocabulary: int
     sha: str
 
     @property
@@ -165,9 +162,7 @@ class LlamaCppEngine(ServingEngine):
     """Sessions as sequences of one llama.cpp cache."""
 
     capabilities: ClassVar[frozenset[Capability]] = (
-        SPAN_CAPABILITIES
-        | {Capability.FORCE, Capability.FORK, Capability.MEMORY_BLOCKS}
-        | ServingEngine.capabilities
+        SPAN_CAPABILITIES | {Capability.FORK, Capability.MEMORY_BLOCKS} | ServingEngine.capabilities
     )
     takes_arguments: ClassVar[bool] = True  # `cells`
     kv_dtypes: ClassVar[tuple[str, ...]] = tuple(KV_ROW_TYPES)
@@ -191,12 +186,13 @@ class LlamaCppEngine(ServingEngine):
         facts = ModelFacts(
             *(shape.architecture, shape.layers, shape.query_heads, shape.kv_heads, shape.head_dim),
             *(shape.context_limit, shape.eos_token_ids),
+            vocabulary=shape.vocabulary,
         )
         size = facts.bytes_per_token(options.kv_dtype or options.dtype)
         cells = _cells(options) or min(free_tokens(size, SMALLEST_CELLS), MOST_CELLS)
         wire = LlamaCppWire(
             *(options, facts, python, model.tokenizer, folder, False, False),
-            *(model.file, cells, shape.vocabulary, model.sha),
+            *(model.file, cells, model.sha),
         )
         return run_server(cls, wire, "llamacpp", model.sha)
 
@@ -233,19 +229,6 @@ class LlamaCppEngine(ServingEngine):
             raise UsageError(f"dtype {dtype!r}: rows of the llamacpp engine are {known}")
         if device not in ("auto", "cpu"):
             raise UsageError(f"device {device!r}: the llamacpp engine is built for the CPU")
-
-    def force(self, session: str, tokens: Sequence[int], *, predict: bool = False) -> Generation:
-        if not tokens:
-            raise UsageError(f"session {session}: no tokens to force")
-        vocabulary = self._wire.vocabulary
-        if not 0 <= min(tokens) <= max(tokens) < vocabulary:
-            raise UsageError(
-                f"session {session}: token ids from {min(tokens)} to {max(tokens)}; the model has "
-                f"{vocabulary}, numbered from 0"
-            )
-        state = self._sessions[session]
-        self._check_length(session, state.taken + len(state.tokens) + len(tokens) - 1)
-        return self._begin(session, Sampling(max_tokens=len(tokens)), tokens, predict=predict)
 
     def fork(self, session: str, new: str, labeller: PhaseLabeller) -> None:
         """Open a session that goes on from where another one is.

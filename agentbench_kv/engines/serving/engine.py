@@ -77,7 +77,7 @@ class ServingEngine(Engine):
     capabilities: ClassVar[frozenset[Capability]] = frozenset(
         {
             *(Capability.COMPRESS, Capability.CONSTRAIN, Capability.EVICT_SPANS),
-            *(Capability.PROTECT_SYSTEM, Capability.REWIND),
+            *(Capability.FORCE, Capability.PROTECT_SYSTEM, Capability.REWIND),
         }
     )
 
@@ -107,6 +107,14 @@ class ServingEngine(Engine):
     def check_model(cls, model: str) -> None:
         model_path(model)
 
+    @classmethod
+    def able(cls, wire: EngineWire) -> frozenset[Capability]:
+        """Return what it can do as `wire` starts it, under that method."""
+        lacks = set(_OF_PLUGINS) if wire.stock else set()
+        if not wire.holds_grammars:
+            lacks.add(Capability.CONSTRAIN)
+        return cls.capabilities - lacks
+
     @property
     def backend_pid(self) -> int | None:
         """Process id of the backend, for those who want to kill it."""
@@ -134,6 +142,19 @@ class ServingEngine(Engine):
 
     def generate(self, session: str, sampling: Sampling) -> Generation:
         return self._begin(session, sampling)
+
+    def force(self, session: str, tokens: Sequence[int], *, predict: bool = False) -> Generation:
+        if not tokens:
+            raise UsageError(f"session {session}: no tokens to force")
+        vocabulary = self._wire.facts.vocabulary
+        if not 0 <= min(tokens) <= max(tokens) < vocabulary:
+            raise UsageError(
+                f"session {session}: token ids from {min(tokens)} to {max(tokens)}; the model has "
+                f"{vocabulary}, numbered from 0"
+            )
+        state = self._sessions[session]
+        self._check_length(session, state.taken + len(state.tokens) + len(tokens) - 1)
+        return self._begin(session, Sampling(max_tokens=len(tokens)), tokens, predict=predict)
 
     def _begin(
         self,
@@ -217,6 +238,7 @@ class ServingEngine(Engine):
         refuse_method(method, self._wire.facts)
         self._control.call("configure", method=method_document(method, self._wire.folder))
         self._wire.use(method)
+        self.info = replace(self.info, capabilities=self.able(self._wire))
         self.wants_notes = method.asks_for_system
 
     def pool(self) -> dict[str, int]:
@@ -269,6 +291,11 @@ class ServingEngine(Engine):
                 raise KVBenchError(
                     f"session {state.name}: its backend was lost in the middle of an answer that "
                     "is held to a grammar, and no other can go on with that; ask again"
+                )
+            if len(generation.best) < generation.produced and generation.predicted is not None:
+                raise KVBenchError(
+                    f"session {state.name}: its backend was lost in the middle of a given answer, "
+                    "and with it what the model would have said; ask again"
                 )
             if state.epoch != self._epoch:
                 state.enter(self._epoch)
@@ -370,7 +397,9 @@ class ServingEngine(Engine):
         backend_stops = not self._wire.stock and stop_document(sampling) is not None
         own_stop = None if backend_stops else sampling.stop
         last = None
-        with closing(self._wire.stream(request)) as stream:
+        reads_given = self._wire.stock and request.given
+        source = self._wire.stream_given if reads_given else self._wire.stream
+        with closing(source(request)) as stream:
             for token in stream:
                 state.accept(token)
                 self._produced += 1
@@ -380,6 +409,8 @@ class ServingEngine(Engine):
                 if own_stop is not None and own_stop(token):
                     return FinishReason.STOP
                 last = token
+        if request.best is not None and len(request.best) < generation.produced:
+            request.best.extend(self._control.call("best", session=state.backend_name))
         # Why the backend ended it.
         if last in sampling.stop_token_ids:
             return FinishReason.STOP
@@ -632,11 +663,9 @@ def start_server(
 def run_server(engine: type[_Engine], wire: EngineWire, name: str, model_sha: str) -> _Engine:
     """Return an engine over the server that `wire` starts."""
     options, facts = wire.options, wire.facts
-    able = engine.capabilities - (_OF_PLUGINS if wire.stock else frozenset())
-    able -= frozenset() if wire.holds_grammars else {Capability.CONSTRAIN}
     info = EngineInfo(
         *(name, options.model, wire.model, model_sha, "cuda" if wire.gpu else "cpu"),
-        *(options.dtype, wire.context_limit, facts.eos_token_ids, able),
+        *(options.dtype, wire.context_limit, facts.eos_token_ids, engine.able(wire)),
     )
     # The log stays when the scratch folder is removed.
     logs = home() / "logs"

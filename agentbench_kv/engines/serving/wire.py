@@ -68,6 +68,7 @@ class ModelFacts:
     # Why eviction row by row would be wrong or has no rows to evict, in words.
     unevictable: str = ""
     nested: bool = False  # a multimodal model's decoder
+    vocabulary: int = 0  # ids that the model knows, from 0
     stored_bytes: int = 0  # of the weights
     stored_dtype: str = ""
 
@@ -152,6 +153,7 @@ def read_model(path: Path) -> ModelFacts:
             extras=_extras(config),
             unevictable=_unevictable(config, whole),
             nested=nested,
+            vocabulary=int(config["vocab_size"]),
             stored_bytes=sum(file.stat().st_size for file in path.glob("*.safetensors")),
             stored_dtype=str(whole.get("dtype") or whole.get("torch_dtype") or ""),
         )
@@ -365,6 +367,31 @@ class EngineWire(ABC):
         Raises OSError or httpx.TransportError if the connection breaks, RequestError if the backend
         says that it failed.
         """
+
+    def stream_given(self, request: GenerationRequest) -> Generator[int]:
+        """Have a server as shipped read given tokens as a prompt, and yield them.
+
+        Where the model's own best are wanted, every token is asked for anew, behind those before
+        it: its prefix cache has them.
+        """
+        given = list(request.given)
+        places = range(len(given)) if request.best is not None else [len(given) - 1]
+        for place in places:
+            ask = replace(
+                request,
+                tokens=[*request.tokens, *given[:place]],
+                given=(),
+                best=None,
+                max_tokens=1,
+                usage=request.usage if place == places[0] else {},
+            )
+            with closing(self.stream(ask)) as stream:
+                drawn = next(stream)
+            if request.best is not None:
+                request.best.append(drawn)
+                yield given[place]
+        if request.best is None:
+            yield from given
 
     def lost(self) -> bool:
         """Return whether a backend that was ready says, or shows, that it will not answer again.

@@ -231,6 +231,7 @@ class SglangEngineWire(EngineWire):
             "repeated": len(ids) - len(new),
             "stop": stop_document(request.sampling),
             "stop_ids": sorted(request.sampling.stop_token_ids),
+            "given": list(request.given),
         }
         return {
             "input_ids": list(ids),
@@ -369,6 +370,12 @@ class SglangEngine(ServingEngine):
         refuse_offload("SGLang", _OFFLOAD, options, gpu)
         check_folder("sglang", options, lambda facts: _unsupported(facts, options, gpu=gpu))
         refuse_unshared("SGLang", options)
+
+    @classmethod
+    def able(cls, wire: EngineWire) -> frozenset[Capability]:
+        able = super().able(wire)
+        # Rows that a fork shares may not move.
+        return able - {Capability.FORK} if wire.options.method.compresses else able
 
     def close(self, session: str) -> KVStats:
         self._wire.forget(self._sessions[session].backend_name)

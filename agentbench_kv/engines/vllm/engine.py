@@ -146,6 +146,8 @@ class VllmEngineWire(EngineWire):
         stop = stop_document(sampling)
         if stop is not None:
             extra["kvbench_stop"] = json.dumps(stop)
+        if request.given:
+            extra["kvbench_given"] = json.dumps(list(request.given))
         return {
             "model": _SERVED,
             "prompt": list(request.tokens),

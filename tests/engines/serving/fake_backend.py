@@ -49,9 +49,12 @@ class Front(BaseHTTPRequestHandler):
         self.send_response(200)
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
-        self._generate(request["prompt"], request["max_tokens"])
+        with (self.folder / "asked").open("a") as file:
+            file.write(json.dumps([len(request["prompt"]), request["max_tokens"]]) + "\n")
+        asked = request.get("vllm_xargs", {}).get("kvbench_given", "[]")
+        self._generate(request["prompt"], request["max_tokens"], json.loads(asked))
 
-    def _generate(self, tokens: list[int], count: int) -> None:
+    def _generate(self, tokens: list[int], count: int, given: list[int]) -> None:
         for number in range(count):
             if number == HELD:
                 while (self.folder / "hold").exists() and self.core.poll() is None:
@@ -60,7 +63,7 @@ class Front(BaseHTTPRequestHandler):
             if self.core.poll() is not None or self.plan.get("fails"):
                 self._event({"error": {"message": "EngineCore encountered an issue"}})
                 break
-            tokens.append(next_token(tokens))
+            tokens.append(given[number] if given else next_token(tokens))
             self._event({"choices": [{"token_ids": tokens[-1:]}]})
         else:
             details = {"cached_tokens": 0}

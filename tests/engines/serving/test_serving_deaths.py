@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
-import signal
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -18,99 +13,21 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from agentbench_kv.engines.base import EngineOptions, FinishReason, Sampling
+from agentbench_kv.engines.base import FinishReason, Sampling
 from agentbench_kv.engines.core.ledger import SessionLedger
 from agentbench_kv.engines.serving import engine as serving
-from agentbench_kv.engines.serving.engine import RESTARTS, ServingEngine, run_server
-from agentbench_kv.engines.serving.process import Launch
+from agentbench_kv.engines.serving.engine import RESTARTS
 from agentbench_kv.engines.serving.session import ServingSession
-from agentbench_kv.engines.serving.wire import ModelFacts, RequestError
-from agentbench_kv.engines.vllm.engine import VllmEngineWire
+from agentbench_kv.engines.serving.wire import RequestError
 from agentbench_kv.errors import EngineGoneError, KVBenchError, PrerequisiteError, UsageError
 from agentbench_kv.methods.full import Full
 from agentbench_kv.phases import TokenPhases
-from agentbench_kv.registry import make_method
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 import fake_backend
-
-FACTS = ModelFacts("qwen3", 2, 4, 2, 32, 4096, (1,))
-PROMPT = list(range(20, 60))
-Build = Callable[..., ServingEngine]
-
-
-class FakeWire(VllmEngineWire):
-    """vLLM's wire to a server that is not vLLM."""
-
-    def launch(self) -> Launch:
-        real = super().launch()
-        control = "-" if self.stock else str(self.control)
-        command = [sys.executable, fake_backend.__file__, str(self.folder), control]
-        return replace(real, command=command, start_s=60.0)
-
-
-@pytest.fixture
-def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Build]:
-    """Start an engine over a fake whose starts go by `plans`; the last one holds for all others."""
-    monkeypatch.setenv("KVBENCH_HOME", str(tmp_path / "home"))
-    made: list[ServingEngine] = []
-
-    def start(*plans: dict[str, Any], stock: bool = False) -> ServingEngine:
-        folder = tmp_path / f"backend{len(made)}"
-        folder.mkdir()
-        (folder / "starts.json").write_text(json.dumps(plans or [{}]))
-        options = EngineOptions("fake", make_method("full" if stock else "full-constrained", None))
-        wire = FakeWire(options, FACTS, Path(sys.executable), tmp_path, folder, False, stock)
-        made.append(run_server(ServingEngine, wire, "fake", "sha"))
-        return made[-1]
-
-    yield start
-    for engine in made:
-        engine.shutdown()
-
-
-def folder_of(engine: ServingEngine) -> Path:
-    return engine._wire.folder
-
-
-def starts(engine: ServingEngine) -> int:
-    return len((folder_of(engine) / "started").read_text())
-
-
-def runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
-    except OSError:
-        return False
-
-
-def kill(engine: ServingEngine, who: str) -> None:
-    """Kill a part of the backend and wait until it is dead."""
-    core, front = int((folder_of(engine) / "core.pid").read_text()), engine.backend_pid
-    assert front is not None
-    if who == "group":
-        os.killpg(front, signal.SIGKILL)
-    else:
-        os.kill(core if who == "core" else front, signal.SIGKILL)
-    while runs(core if who == "core" else front):
-        time.sleep(0.005)
-
-
-def expected(prompt: list[int], count: int) -> list[int]:
-    tokens = list(prompt)
-    for _ in range(count):
-        tokens.append(fake_backend.next_token(tokens))
-    return tokens[len(prompt) :]
-
-
-def extend(engine: ServingEngine, name: str, tokens: list[int]) -> None:
-    engine.extend(name, tokens, [TokenPhases().label(token) for token in tokens])
-
-
-def turn(engine: ServingEngine, name: str, tokens: list[int], count: int) -> list[int]:
-    extend(engine, name, tokens)
-    return list(engine.generate(name, Sampling(count)))
+import fake_engine
+from fake_engine import PROMPT, Build, expected, extend, folder_of, kill, starts, turn
 
 
 def test_tokens_of_a_dead_backend_are_counted_as_it_would_have() -> None:
@@ -383,7 +300,7 @@ def test_a_rewound_session_goes_on_whoever_died(
 def test_under_a_plug_in_windows_that_were_outgrown_do_not_go_back(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys.modules[__name__], "FACTS", replace(FACTS, windows=(48, 0)))
+    monkeypatch.setattr(fake_engine, "FACTS", replace(fake_engine.FACTS, windows=(48, 0)))
     for stock in (False, True):
         engine = build(stock=stock)
         engine.open("s", TokenPhases())

@@ -19,6 +19,7 @@ from agentbench_kv.engines.sglang.plugin.memory import Original, add_one_req, ru
 from agentbench_kv.engines.sglang.plugin.runtime import Runtime
 from agentbench_kv.engines.sglang.plugin.sessions import ACCOUNT, SglangSession, attach, wishes
 from agentbench_kv.engines.sglang.plugin.versions import Sglang0512, find_version
+from agentbench_kv.engines.sglang.plugin.worker import put_given
 
 
 class Patches:
@@ -271,8 +272,9 @@ class Patches:
     def init_new(
         self, original: Original, cls: Any, batch: Any, runner: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Give a forward the logical positions of its tokens."""
+        """Give a forward the logical positions of its tokens, and the tokens that it is to draw."""
         forward = original(cls, batch, runner, *args, **kwargs)
+        forward.kvbench_given = self.runtime.steps.given(batch.reqs or ())
         worker = self.runtime.worker
         mode = forward.forward_mode
         if forward.positions is None or mode.is_idle() or worker.rows.cache_positions:
@@ -284,6 +286,12 @@ class Patches:
             )
         forward.positions = forward.positions + deficits.to(forward.positions.dtype)
         return forward
+
+    def sample(self, original: Original, runner: Any, logits: Any, forward: Any) -> Any:
+        """Draw as SGLang does, and put given tokens in the place of what was drawn."""
+        drawn = original(runner, logits, forward)
+        given = getattr(forward, "kvbench_given", ())
+        return put_given(drawn, given) if given else drawn
 
     def forward(
         self,

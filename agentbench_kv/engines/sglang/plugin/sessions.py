@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agentbench_kv.engines.base import KVStats
-from agentbench_kv.engines.core.control import SchedulerSession
+from agentbench_kv.engines.core.control import GivenAnswer, SchedulerSession
 from agentbench_kv.engines.core.ledger import SessionLedger
 from agentbench_kv.engines.core.prefixes import PrefixTable, plan_prefix
 from agentbench_kv.methods.base import Method
@@ -117,8 +117,10 @@ class SglangSessions:
         wanted = wishes(request.sampling_params)
         session.request = request
         session.samples, session.decoding, session.resampling = 0, False, 0
-        session.stop = None
+        session.stop = session.given = None
         if wanted:
+            given = wanted.get("given")
+            session.given = GivenAnswer(given) if given else None
             session.prompt = PromptPhases(**wanted["phases"])
             document = wanted.get("stop")
             text = None if document is None else self.matcher(document)

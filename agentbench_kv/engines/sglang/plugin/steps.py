@@ -17,6 +17,7 @@ from agentbench_kv.engines.sglang.plugin.worker import (
     Compactor,
     DecodedRow,
     DeviceWorker,
+    GivenRow,
     PrefilledRows,
     shorten,
 )
@@ -91,6 +92,16 @@ class Steps:
             session = self._table.of(request)
             if session is not None:
                 session.decoding = True
+
+    def given(self, requests: Sequence[Any]) -> list[GivenRow]:
+        """Return which requests of the forward that is about to run are given what they draw."""
+        found = []
+        for row, request in enumerate(requests):
+            session = self._table.of(request)
+            # One too many may run behind the last token.
+            if session and session.given and session.samples < len(session.given.tokens):
+                found.append(GivenRow(row, session.given, session.samples))
+        return found
 
     def finish(self, cache: Any, request: Any, session: SglangSession, samples: int) -> None:
         """End a turn after `samples` sampled tokens; its session rests with the rows it has."""

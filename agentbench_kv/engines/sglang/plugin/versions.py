@@ -39,6 +39,9 @@ _COMMON: dict[str, tuple[str, ...]] = {
     _SESSION + "SessionController._close": ("self", "session_id"),
     _STREAMING + "_trim_overshoot": ("self", "req", "finished_len"),
     _STREAMING + "release_session": ("self", "session_id"),
+    "sglang.srt.model_executor.model_runner.ModelRunner.sample": (
+        "self", "logits_output", "forward_batch",
+    ),
     "sglang.srt.layers.attention.base_attn_backend.AttentionBackend.forward": (
         "self", "q", "k", "v", "layer", "forward_batch", "save_kv_cache", "kwargs",
     ),

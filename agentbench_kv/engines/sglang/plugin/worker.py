@@ -18,6 +18,7 @@ from typing import Any, SupportsInt
 import torch
 from torch import Tensor
 
+from agentbench_kv.engines.core.control import GivenAnswer
 from agentbench_kv.engines.core.ledger import Eviction, EvictionOrder, PrefixEnd
 from agentbench_kv.engines.core.policy import BackendPolicy
 from agentbench_kv.engines.core.rings import RingWrite, RowShape
@@ -67,6 +68,27 @@ class PrefilledRows:
     first: int
     rows: int
     live: int
+
+
+@dataclass(frozen=True)
+class GivenRow:
+    """A request of a batch that is given what it draws."""
+
+    row: int  # of the batch
+    answer: GivenAnswer
+    place: int  # of the token within the answer
+
+
+def put_given(drawn: Tensor, given: Sequence[GivenRow]) -> Tensor:
+    """Return the ids [requests] of a batch with given ones in place of what was drawn.
+
+    What was drawn goes to the answers, still on the device.
+    """
+    for each in given:
+        each.answer.best[each.place] = drawn[each.row]
+    tokens = [each.answer.tokens[each.place] for each in given]
+    rows = to_device([each.row for each in given], drawn.device)
+    return drawn.index_copy(0, rows, to_device(tokens, drawn.device, drawn.dtype))
 
 
 class DeviceWorker:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from vllm.platforms import current_platform
 
-from agentbench_kv.engines.core.ledger import EvictionOrder, Rewind, RowsMoved, StepPlan
+from agentbench_kv.engines.core.ledger import EvictionOrder, OwnBest, Rewind, RowsMoved, StepPlan
 from agentbench_kv.engines.core.policy import BackendPolicy, rope_frequencies
 from agentbench_kv.engines.core.rings import RowShape
 from agentbench_kv.engines.core.rows import Fed, RowStore, WorkerRows
@@ -47,6 +47,7 @@ class EvictingRunner(BaseRunner):
     _kvbench_layers: list[Any]  # vLLM's attention layers that evict, in order
     _kvbench_rows: WorkerRows
     _kvbench_moved: list[tuple[EvictionOrder, Arriving]]
+    _kvbench_best: tuple[list[str], Tensor] | None = None  # requests, and what they would draw
 
     def profile_run(self, *args: Any, **kwargs: Any) -> None:
         """Take the memory of queries first, so that vLLM's cache takes what is left."""
@@ -76,9 +77,9 @@ class EvictingRunner(BaseRunner):
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """Run one step between what is due before it and what is due after it."""
         plan: StepPlan | None = getattr(scheduler_output, "kvbench", None)
+        self._kvbench_plan = plan or StepPlan()
         if plan is None:
             return super().execute_model(scheduler_output, *args, **kwargs)
-        self._kvbench_plan = plan
         if plan.method is not None:
             policy = self._kvbench_rows.policy.with_method(plan.method)
             self._kvbench_connect(policy, self._kvbench_layers)
@@ -105,14 +106,39 @@ class EvictingRunner(BaseRunner):
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         output = super().sample_tokens(*args, **kwargs)
-        moved, self._kvbench_moved = self._kvbench_moved, []
-        if moved and hasattr(output, "sampled_token_ids"):
+        # vLLM has waited for the tokens: numbers that were sent before them are here, too.
+        said = self._kvbench_said()
+        if said and hasattr(output, "sampled_token_ids"):
             # A copy: vLLM shares one empty output between steps.
             output = replace(output)
-            # vLLM has waited for the tokens: numbers that were sent before them are here, too.
-            output.kvbench = [
-                RowsMoved(order.session, order.number, int(rows)) for order, rows in moved
-            ]
+            output.kvbench = said
+        return output
+
+    def _kvbench_said(self) -> list[RowsMoved | OwnBest]:
+        """Return what the scheduler is to know of the step."""
+        moved, self._kvbench_moved = self._kvbench_moved, []
+        said: list[RowsMoved | OwnBest] = [
+            RowsMoved(order.session, order.number, int(rows)) for order, rows in moved
+        ]
+        if self._kvbench_best is not None:
+            requests, tokens = self._kvbench_best
+            said += map(OwnBest, requests, tokens.tolist())
+            self._kvbench_best = None
+        return said
+
+    def _sample(self, *args: Any, **kwargs: Any) -> Any:
+        """Draw as vLLM does, and put given tokens in the place of what was drawn."""
+        output = super()._sample(*args, **kwargs)
+        given, batch = self._kvbench_plan.given, self.input_batch
+        if given:
+            requests = batch.req_ids[: batch.num_reqs]
+            rows = [row for row, request in enumerate(requests) if request in given]
+            mine = [requests[row] for row in rows]
+            drawn = output.sampled_token_ids  # [requests, 1]
+            at = to_device(rows, drawn.device)
+            self._kvbench_best = mine, drawn[at, 0]
+            tokens = [given[request] for request in mine]
+            drawn[at, 0] = to_device(tokens, drawn.device, drawn.dtype)
         return output
 
     def _prepare_inputs(self, scheduler_output: Any, num_scheduled: Any) -> Any:

@@ -11,8 +11,13 @@ from vllm.logger import init_logger
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
-from agentbench_kv.engines.core.control import ControlServer, Handler, SessionCommands
-from agentbench_kv.engines.core.ledger import StepPlan
+from agentbench_kv.engines.core.control import (
+    ControlServer,
+    GivenAnswer,
+    Handler,
+    SessionCommands,
+)
+from agentbench_kv.engines.core.ledger import OwnBest, StepPlan
 from agentbench_kv.engines.core.policy import BackendPolicy
 from agentbench_kv.engines.vllm.plugin.blocks import SessionBlocks
 from agentbench_kv.engines.vllm.plugin.launch import (
@@ -71,6 +76,8 @@ class EvictingScheduler(Scheduler):
             session = self.sessions.begin(request)
             stop = extra_arguments(request).get("kvbench_stop")
             session.stop = self._policy.stop_matcher(json.loads(stop)) if stop else None
+            given = extra_arguments(request).get("kvbench_given")
+            session.given = GivenAnswer(json.loads(given)) if given else None
             super().add_request(request)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
@@ -86,12 +93,13 @@ class EvictingScheduler(Scheduler):
             return super().get_grammar_bitmask(*args, **kwargs)
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        """Take in what the workers made, and how many rows they moved."""
+        """Take in what the workers made, and what they say of rows and of given tokens."""
         with self.lock:
-            for moved in getattr(model_runner_output, "kvbench", ()):
-                session = self.sessions.sessions.get(moved.session)
-                if session is not None:
-                    session.ledger.moved(moved.number, moved.moved)
+            for said in getattr(model_runner_output, "kvbench", ()):
+                if isinstance(said, OwnBest):
+                    self._take_best(said)
+                elif session := self.sessions.sessions.get(said.session):
+                    session.ledger.moved(said.number, said.moved)
             return super().update_from_output(scheduler_output, model_runner_output)
 
     def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
@@ -103,6 +111,11 @@ class EvictingScheduler(Scheduler):
         self.sessions.method = self._policy.method
         self.sessions.prefixes.clear()
         self._new_method = method
+
+    def _take_best(self, best: OwnBest) -> None:
+        session = self.sessions.by_request.get(best.request)
+        if session is not None and session.given is not None:
+            session.given.best[self.requests[best.request].num_output_tokens] = best.token
 
     def _step_plan(self, output: Any) -> StepPlan:
         """Count the step's tokens and say what the workers are to do."""
@@ -123,6 +136,9 @@ class EvictingScheduler(Scheduler):
             session.ledger.forward(rows)
             if self.requests[request_id].is_prefill_chunk:
                 continue
+            if session.given is not None:
+                drawn = self.requests[request_id].num_output_tokens
+                plan.given[request_id] = session.given.tokens[drawn]
             eviction = session.ledger.sampled()
             if eviction is not None:
                 plan.after[request_id] = table.order(session, eviction)
