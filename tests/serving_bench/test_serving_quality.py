@@ -9,7 +9,7 @@ import pytest
 
 from agentbench_kv.budget import Budget
 from agentbench_kv.engines.base import EngineOptions
-from agentbench_kv.errors import KVBenchError
+from agentbench_kv.errors import KVBenchError, PrerequisiteError
 from agentbench_kv.registry import make_method
 from agentbench_kv.results.store import RunStore
 from agentbench_kv.run.engines import start_engine
@@ -45,13 +45,21 @@ def by_fidelity(
     return found
 
 
+@pytest.mark.parametrize("engine_name", ["embedded", "vllm", "sglang"])
 @pytest.mark.parametrize(("name", "budget"), ARMS)
 def test_they_are_fidelitys(
-    name: str, budget: str | None, recordings: list[Recording], by_fidelity: dict[str, Any]
+    engine_name: str,
+    name: str,
+    budget: str | None,
+    recordings: list[Recording],
+    by_fidelity: dict[str, Any],
 ) -> None:
     size = None if budget is None else Budget.parse(budget)
     method = make_method(name, size, EVERY if budget else {})
-    engine = start_engine("embedded", EngineOptions("micro", method, device="cpu"))
+    try:
+        engine = start_engine(engine_name, EngineOptions("micro", method, device="cpu"))
+    except PrerequisiteError as error:
+        pytest.skip(str(error))
     try:
         found = exact_calls(engine, recordings, method.protect)
     finally:

@@ -147,7 +147,7 @@ class ServingEngine(Engine):
         if not tokens:
             raise UsageError(f"session {session}: no tokens to force")
         vocabulary = self._wire.facts.vocabulary
-        if not 0 <= min(tokens) <= max(tokens) < vocabulary:
+        if min(tokens) < 0 or (vocabulary is not None and max(tokens) >= vocabulary):
             raise UsageError(
                 f"session {session}: token ids from {min(tokens)} to {max(tokens)}; the model has "
                 f"{vocabulary}, numbered from 0"

@@ -68,7 +68,7 @@ class ModelFacts:
     # Why eviction row by row would be wrong or has no rows to evict, in words.
     unevictable: str = ""
     nested: bool = False  # a multimodal model's decoder
-    vocabulary: int = 0  # ids that the model knows, from 0
+    vocabulary: int | None = None  # ids that the model knows, from 0; None if it does not say
     stored_bytes: int = 0  # of the weights
     stored_dtype: str = ""
 
@@ -153,7 +153,7 @@ def read_model(path: Path) -> ModelFacts:
             extras=_extras(config),
             unevictable=_unevictable(config, whole),
             nested=nested,
-            vocabulary=int(config["vocab_size"]),
+            vocabulary=None if (size := config.get("vocab_size")) is None else int(size),
             stored_bytes=sum(file.stat().st_size for file in path.glob("*.safetensors")),
             stored_dtype=str(whole.get("dtype") or whole.get("torch_dtype") or ""),
         )

@@ -92,7 +92,7 @@ def test_ids_that_the_model_has_not_and_answers_without_room_are_refused(build: 
     engine = build()
     engine.open("s", TokenPhases())
     extend(engine, "s", PROMPT)
-    for wrong in ([], [3, FACTS.vocabulary], [-1]):
+    for wrong in ([], [3, FACTS.vocabulary], [-1, 3]):
         with pytest.raises(UsageError, match=r"no tokens to force|numbered from 0"):
             engine.force("s", wrong)
     room = FACTS.context_limit - len(PROMPT)
