@@ -386,7 +386,9 @@ class EngineWire(ABC):
                 usage=request.usage if place == places[0] else {},
             )
             with closing(self.stream(ask)) as stream:
-                drawn = next(stream)
+                drawn = next(stream, None)
+            if drawn is None:
+                raise RequestError("the backend drew no token")
             if request.best is not None:
                 request.best.append(drawn)
                 yield given[place]
