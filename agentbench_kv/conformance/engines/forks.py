@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import operator
 import random
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import count
 
 from agentbench_kv.conformance import CheckResult
@@ -108,6 +110,37 @@ def _predicted(engine: Engine) -> list[int]:
     finally:
         session.close()
     return best
+
+
+def check_given_crowd(driver: Driver, reference: Driver) -> CheckResult:
+    """Check the same of ten sessions at once in a pool that does not hold them.
+
+    Rows that give way are computed again, with the given tokens that came before; so this is for
+    methods that evict nothing.
+    """
+    name = "what would have been drawn is, in a small pool too"
+    if Capability.FORCE not in driver.engine.info.capabilities:
+        return CheckResult(name, True, "the engine takes no answers", skipped=True)
+    turns = {seed: TurnPlan(prompt(300, seed), 120) for seed in range(41, 51)}
+    with ThreadPoolExecutor(len(turns)) as threads:
+        found = [*threads.map(partial(_given, driver.engine), turns, turns.values())]
+    expected = [_given(reference.engine, seed, turn) for seed, turn in turns.items()]
+    wrong = sum(own != wanted for (own, _), (wanted, _) in zip(found, expected, strict=True))
+    problem = f"{wrong} of {len(turns)} sessions would have drawn others" if wrong else ""
+    again = sum(tokens for _, tokens in found)
+    return CheckResult.unless(problem, name, f"{again} tokens computed again")
+
+
+def _given(engine: Engine, seed: int, turn: TurnPlan) -> tuple[list[int], int]:
+    """Return the model's own best in place of a random answer, and the tokens computed again."""
+    session = DrivenSession(engine, f"given-{next(_numbers)}")
+    try:
+        session.feed(turn.prompt)
+        generation = engine.force(session.name, prompt(turn.max_tokens, seed + 100), predict=True)
+        session.read(generation)
+    finally:
+        session.close()
+    return [*generation.best], session.trace.stats.recomputed
 
 
 def check_tree(driver: Driver, reference: Driver, steps: int) -> CheckResult:

@@ -39,6 +39,7 @@ from agentbench_kv.conformance.engines.fixture import (
 from agentbench_kv.conformance.engines.forks import (
     check_forced,
     check_forks,
+    check_given_crowd,
     check_predicted,
     check_tree,
 )
@@ -276,8 +277,10 @@ def crowd_part(fixture: Fixture, method: Method) -> list[CheckResult]:
     sessions = crowd()
     with fixture.reference(method) as reference:
         expected = reference.play(sessions)
-    found = fixture.driver(method, SMALL_POOL).play(sessions)
-    return [check_crowd(fixture.network, method.positions, expected, found)]
+        driver = fixture.driver(method, SMALL_POOL)
+        found = driver.play(sessions)
+        given = [] if method.compresses else [check_given_crowd(driver, reference)]
+    return [check_crowd(fixture.network, method.positions, expected, found), *given]
 
 
 def leak_part(fixture: Fixture, method: Method, examples: int) -> list[CheckResult]:
