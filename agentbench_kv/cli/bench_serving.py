@@ -10,6 +10,7 @@ import click
 from click.core import ParameterSource
 
 from agentbench_kv.cli import options as opt
+from agentbench_kv.cli.recorded import like_run
 
 if TYPE_CHECKING:
     from agentbench_kv.run.recordings import Recording
@@ -77,8 +78,9 @@ if TYPE_CHECKING:
 )
 @opt.local(
     "--trace",
-    "Sessions to play instead of shapes: this project's form, Mooncake's, BurstGPT's, or messages.",
-    opt.FILE,
+    "Sessions to play instead of shapes: a file in this project's form, Mooncake's, BurstGPT's, or "
+    "of messages; or a run's folder, whose own sessions are played to the token.",
+    opt.PATH,
 )
 @opt.local(
     "--fixed-schedule fixed_schedule",
@@ -197,7 +199,11 @@ def _recordings(options: dict[str, Any], trace: LoadTrace | None) -> tuple[Recor
     """Return the sessions of a trace that says what was answered; for engines started here."""
     from agentbench_kv.run.recordings import record_file
 
-    if trace is None or not _of_messages(trace) or options["urls"] or options["no_exact_calls"]:
+    if trace is None or options["urls"] or options["no_exact_calls"]:
+        return ()
+    if trace.form == "run":
+        return tuple(options["recordings"])
+    if not _of_messages(trace):
         return ()
     return tuple(record_file(options["trace"], options["model"], len(trace.sessions)))
 
@@ -219,14 +225,30 @@ def _trace(options: dict[str, Any]) -> LoadTrace | None:
     for name, option in alike.items():
         if given(name) is not ParameterSource.DEFAULT:
             raise UsageError(f"{option} is for sessions that are all alike; --trace has its own")
-    folder = options["tokenizer"] if options["urls"] else options["model"]
-    messages = recorded_messages(str(folder), options["think_time"]) if folder else None
-    trace = read_trace(path, messages).first(options["sessions"])
-    if options["think_time"] and trace.form != "messages":
+    if path.is_dir():
+        trace = _of_run(path, options)
+    else:
+        folder = options["tokenizer"] if options["urls"] else options["model"]
+        messages = recorded_messages(str(folder), options["think_time"]) if folder else None
+        trace = read_trace(path, messages).first(options["sessions"])
+    if options["think_time"] and trace.form not in ("messages", "run"):
         raise UsageError("--think-time: this trace has gaps of its own; see --time-scale")
     if options["fixed_schedule"] and not trace.timed:
         raise UsageError(f"--fixed-schedule: {path} does not say when its sessions begin")
     return trace
+
+
+def _of_run(path: Path, options: dict[str, Any]) -> LoadTrace:
+    """Read a run's own sessions, which are then of its model and dtype."""
+    from agentbench_kv.run.fidelity import one_run
+    from agentbench_kv.run.recordings import record_run
+    from agentbench_kv.serving_bench.bench import run_trace
+
+    folder = one_run(path)
+    like_run(folder, options)
+    options["recordings"], options["model"] = record_run(folder, options["sessions"])
+    trace = run_trace(folder, options["recordings"], options["think_time"])
+    return trace.first(options["sessions"])
 
 
 def _loads(options: dict[str, Any]) -> tuple[Load, ...]:

@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from click.core import ParameterSource
 
 from agentbench_kv.budget import Budget
 from agentbench_kv.cli import options as opt
+from agentbench_kv.cli.recorded import like_run
 
 if TYPE_CHECKING:
     from agentbench_kv.run.recordings import Recording
-    from agentbench_kv.run.spec import RunSpec
 
 
 @click.command()
@@ -94,7 +93,7 @@ def fidelity(
         like = None
         if of_run:
             asked["source"] = one_run(asked["source"])
-            like = _like(asked)
+            like = like_run(asked["source"], asked)
         chosen = {key: value for key, value in settings.items() if key in of_task}
         recordings, label, model = _recorded(asked, chosen)
         given = (arm.spec(model, label, asked["dtype"], asked["device"], like) for arm in arms)
@@ -113,26 +112,6 @@ def fidelity(
         opt.print_json([asdict(each) for each in found if each is not None])
     else:
         show(fidelity_tables(runs), "terminal")
-
-
-def _like(asked: dict[str, Any]) -> RunSpec:
-    """Return the spec of the run that sessions are from; its dtype is taken unless one is named.
-
-    UsageError for another model or tool syntax than its own: its tokens are what they are.
-    """
-    from agentbench_kv.errors import UsageError
-    from agentbench_kv.results.store import RunReader
-    from agentbench_kv.run.spec import RunSpec
-
-    like = RunSpec.of(RunReader(asked["source"]).info.spec)
-    said = click.get_current_context().get_parameter_source
-    for name, own in (("model", like.model), ("tool_syntax", like.tool_syntax or "auto")):
-        if said(name) is ParameterSource.COMMANDLINE and Path(asked[name]) != Path(own):
-            option = f"--{name.replace('_', '-')} {asked[name]}"
-            raise UsageError(f"{option}: the run's sessions are of {own}; leave it out")
-    if said("dtype") is not ParameterSource.COMMANDLINE:
-        asked["dtype"] = like.dtype
-    return like
 
 
 def _recorded(asked: dict[str, Any], chosen: dict[str, str]) -> tuple[list[Recording], str, str]:

@@ -28,7 +28,7 @@ from agentbench_kv.errors import KVBenchError, PrerequisiteError, UsageError
 from agentbench_kv.gateway import open_gateway
 from agentbench_kv.gateway.http import BackgroundServer, ServerSettings
 from agentbench_kv.registry import load_engine, make_method, split_settings
-from agentbench_kv.results.store import run_id
+from agentbench_kv.results.store import RunReader, run_id
 from agentbench_kv.run.calibration import calibrated, calibration_used
 from agentbench_kv.run.engines import check_pair, start_engine
 from agentbench_kv.run.exact_calls import exact_calls
@@ -53,6 +53,7 @@ from agentbench_kv.serving_bench.trace import LoadTrace, ReadMessages
 _QUEUE = 4096
 _ANSWER_S = 20.0
 _ENDLESS = 1 << 24  # a context that is not known
+_OF_RUN = "run: its prompts, to the token; timed answers are the server's own, as long as its"
 _MOST_RUNNING = 1024  # sessions in which something is read or generated; more may be open
 _DETAILS = (
     "session", "turn", "start", "new_tokens", "prompt_tokens", "output_tokens", "ttft_s",
@@ -375,6 +376,23 @@ def recorded_messages(model: str, gap_s: float = 0.0) -> ReadMessages:
         return sessions_of(record_file(path, model), gap_s)
 
     return read
+
+
+def run_trace(folder: Path, recordings: Sequence[Recording], gap_s: float) -> LoadTrace:
+    """Return a run's own sessions to be played, with a gap between calls.
+
+    UsageError if they are not what it played: a method that drops messages, or adds some, does so
+    on its way from the agent to the engine, where nobody recorded it.
+    """
+    lengths = {trial.sample_id: trial.kv.logical for trial in RunReader(folder).trials()}
+    for recording in recordings:
+        if recording.tokens != (found := lengths[recording.sample]):
+            raise UsageError(
+                f"{folder}: played again, session {recording.sample} has {recording.tokens} tokens "
+                f"and not {found}; take a run whose method leaves messages as they are"
+            )
+    sha = hashlib.sha256("".join(recording.sha for recording in recordings).encode()).hexdigest()
+    return LoadTrace(folder.name, "run", sha, tuple(sessions_of(recordings, gap_s)), (_OF_RUN,))
 
 
 def sessions_of(recordings: Sequence[Recording], gap_s: float) -> list[jobs.TraceSession]:

@@ -141,6 +141,45 @@ def test_exact_calls_can_be_left_out(kvbench, tmp_path: Path) -> None:
     assert (cell["arm"], cell["quality"]) == ("agentkv 32", None)
 
 
+def test_a_runs_own_sessions_show_what_a_method_would_have_broken(kvbench, tmp_path: Path) -> None:
+    played = kvbench("run", "--task", "micro/recall-1k", "--method", "full", "--limit", "3")
+    assert played.returncode == 0, played.stderr
+    (run,) = (tmp_path / "runs").iterdir()
+    bench = ("bench", "serving", "--trace", "runs", "--concurrency", "3", "--warmup", "0")
+    asked = (*bench, "--repeats", "1", "--set", "trigger=prefill+every", "--set", "interval=16")
+    methods = ("--method", "agentkv", "--method", "random", "--budget", "64")
+    done = kvbench(*asked, *methods, "--out", "b", "--json")
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    right = {cell["arm"]: cell["quality"]["calls_right"] for cell in document["cells"]}
+    (asked_for,) = {cell["quality"]["calls"] for cell in document["cells"]}
+    # Its own answers are its own best, all of them.
+    assert right["full"] == right["full-constrained"] == asked_for > 0
+    assert right["random 64"] < right["agentkv 64"] < asked_for
+    # To the token: what was read is what the run read.
+    file = next((tmp_path / document["path"]).glob("rep01-full-m*.json"))
+    trials = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    assert json.loads(file.read_text())["kv"]["prefill_tokens"] == sum(
+        trial["kv"]["prefill_tokens"] for trial in trials
+    )
+    other = kvbench(*asked, "--model", "elsewhere")
+    assert other.returncode == 2
+    assert other.stderr.strip().endswith("the run's sessions are of micro; leave it out")
+    more = kvbench(*asked, "--sessions", "9")
+    assert more.returncode == 2
+    assert "has 3 sessions, not 9" in more.stderr
+
+
+def test_a_run_that_dropped_messages_is_no_trace(kvbench) -> None:
+    dropping = ("--method", "turn-window", "--budget", "256")
+    played = kvbench("run", "--task", "micro/recall-1k", *dropping, "--limit", "1")
+    assert played.returncode == 0, played.stderr
+    done = kvbench("bench", "serving", "--trace", "runs", "--budget", "64")
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.endswith("take a run whose method leaves messages as they are")
+
+
 def test_a_generated_trace_is_written_and_described(kvbench, tmp_path: Path) -> None:
     done = kvbench("bench", "trace", "a.jsonl", "--sessions", "4", "--token-scale", "0.1", "--json")
     assert done.returncode == 0, done.stderr
