@@ -343,10 +343,19 @@ class ForgetsWhen(EmbeddedEngine):
 class ReadsAnswers(EmbeddedEngine):
     """Reads a forced answer as if it were a prompt, but for its last token."""
 
-    def force(self, session: str, tokens: Sequence[int]) -> Generation:
+    def force(self, session: str, tokens: Sequence[int], *, predict: bool = False) -> Generation:
         self.extend(session, tokens[:-1], [Phase.OTHERS for _ in tokens[:-1]])
-        given = super().force(session, tokens[-1:])
+        given = super().force(session, tokens[-1:], predict=predict)
         return Prefixed(given, tokens[:-1])
+
+
+class EchoesAnswers(EmbeddedEngine):
+    """Says of given tokens that it would have drawn them."""
+
+    def force(self, session: str, tokens: Sequence[int], *, predict: bool = False) -> Generation:
+        generation = super().force(session, tokens)
+        generation.best = list(tokens) if predict else ()
+        return generation
 
 
 class Prefixed(Generation):

@@ -37,6 +37,9 @@ REFERENCE = "tokens are the masked reference's"
 KEPT = "kept sets are the embedded engine's"
 ACCOUNTS = "accounting is the embedded engine's"
 ALONE = "sessions together are as alone"
+FORKED = "both sides of a fork are as if never forked"
+FORCED = "a forced answer is as a decode of its tokens"
+PREDICTED = "what would have been drawn is the embedded engine's"
 REWOUND = "a rewound session is a fresh one of what stayed"
 
 
@@ -144,7 +147,7 @@ def test_forks_and_forced_answers_pass(name: str, fixture_for: Callable[[type], 
     one = fixture_for(EmbeddedEngine)
     results = fork_part(one, one.method(name))
     assert not failed(results), results
-    assert [result.skipped for result in results] == [False, False]
+    assert [result.skipped for result in results] == [False, False, False]
 
 
 @pytest.mark.parametrize(
@@ -176,16 +179,23 @@ def test_trees_of_forks_are_exact_and_a_wrong_one_is_found(
     ("variant", "method", "expected"),
     [
         # Without events, after which each has a slot of its own.
-        (broken.WritesOverForks, "full-constrained", "both sides of a fork are as if never forked"),
-        (broken.ForgetsWhen, "agentkv", "both sides of a fork are as if never forked"),
-        (broken.ReadsAnswers, "agentkv", "a forced answer is as a decode of its tokens"),
+        (broken.WritesOverForks, "full-constrained", {FORKED}),
+        (broken.ForgetsWhen, "agentkv", {FORKED}),
+        (broken.ReadsAnswers, "agentkv", {FORCED, PREDICTED}),
+        (broken.EchoesAnswers, "agentkv", {PREDICTED}),
     ],
 )
 def test_a_wrong_fork_is_found(
-    variant: type, method: str, expected: str, fixture_for: Callable[[type], Fixture]
+    variant: type, method: str, expected: set[str], fixture_for: Callable[[type], Fixture]
 ) -> None:
     one = fixture_for(variant)
-    assert failed(fork_part(one, one.method(method))) == {expected}
+    assert failed(fork_part(one, one.method(method))) == expected
+
+
+def test_wrong_predictions_in_a_crowd_are_found(fixture_for: Callable[[type], Fixture]) -> None:
+    one = fixture_for(broken.EchoesAnswers)
+    found = failed(crowd_part(one, one.method("full-constrained")))
+    assert found == {"what would have been drawn is, in a small pool too"}
 
 
 @pytest.mark.parametrize(
