@@ -153,7 +153,7 @@ def test_floors_ask_the_same_without_the_evidence(
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (["--engine", "vllm"], "needs force, which engine 'vllm' has not"),
+        (["--engine", "api"], "needs force, which engine 'api' has not"),
         ([], "--set file=PATH.jsonl"),
         (["--set", "file=/nowhere/x.jsonl"], "there is no file /nowhere/x.jsonl"),
         (["--set", "floor=low"], "one of off, none, removed"),

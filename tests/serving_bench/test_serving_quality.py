@@ -45,7 +45,14 @@ def by_fidelity(
     return found
 
 
-@pytest.mark.parametrize("engine_name", ["embedded", "vllm", "sglang"])
+@pytest.mark.parametrize(
+    "engine_name",
+    [
+        "embedded",
+        pytest.param("vllm", marks=(pytest.mark.engine, pytest.mark.slow)),
+        pytest.param("sglang", marks=(pytest.mark.engine, pytest.mark.slow)),
+    ],
+)
 @pytest.mark.parametrize(("name", "budget"), ARMS)
 def test_they_are_fidelitys(
     engine_name: str,

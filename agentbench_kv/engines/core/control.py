@@ -15,6 +15,8 @@ from agentbench_kv.engines.core.ledger import SessionLedger
 from agentbench_kv.phases.machine import PromptPhases
 
 Handler = Callable[[Mapping[str, Any]], Any]
+# A command waits for the forward that runs: minutes, for a long piece of a prompt on a busy CPU.
+COMMAND_S = 600.0
 
 
 class ControlServer(socketserver.ThreadingUnixStreamServer):

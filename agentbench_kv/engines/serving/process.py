@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import agentbench_kv
+from agentbench_kv.engines.core.control import COMMAND_S
 from agentbench_kv.engines.core.host import PARENT
 from agentbench_kv.environments import process_env
 from agentbench_kv.errors import KVBenchError, PrerequisiteError, UsageError
@@ -280,7 +281,8 @@ class ControlError(KVBenchError):
 class ControlClient:
     """Sends commands, one at a time, and reconnects after a restart. Thread-safe."""
 
-    def __init__(self, path: Path, timeout_s: float = 60.0) -> None:
+    # Longer than a backend waits itself, which says more of why.
+    def __init__(self, path: Path, timeout_s: float = COMMAND_S + 60.0) -> None:
         self._path = path
         self._timeout_s = timeout_s
         self._lock = threading.Lock()

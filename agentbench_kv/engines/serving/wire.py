@@ -422,7 +422,7 @@ class EngineWire(ABC):
 
     def _answers(self) -> bool:
         """Return whether our plug-in answers."""
-        with closing(ControlClient(self.control)) as control:
+        with closing(ControlClient(self.control, _ANSWER_S)) as control:
             return control.answers()
 
     def opened(self, session: str) -> None:  # noqa: ARG002
@@ -481,6 +481,7 @@ def stop_document(sampling: Sampling) -> dict[str, Any] | None:
     return stop.document() if isinstance(stop, StopMatcher) else None
 
 
+_ANSWER_S = 60.0  # from a plug-in in a server that is starting
 # A queue of prefills may come before the first token.
 _TIMEOUT = httpx.Timeout(30.0, read=3600.0)
 

@@ -265,7 +265,7 @@ class SglangEngineWire(EngineWire):
             self._complete[session] = completed
 
     def _ready(self) -> bool:
-        return self._up("/model_info") and (self.stock or self._commands.answers())
+        return self._up("/model_info") and (self.stock or self._answers())
 
 
 def _sampling(request: GenerationRequest) -> dict[str, Any]:

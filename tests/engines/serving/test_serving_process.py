@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentbench_kv.engines.core.control import ControlServer
+from agentbench_kv.engines.core.control import COMMAND_S, ControlServer
 from agentbench_kv.engines.core.policy import VARIABLE, BackendPolicy
 from agentbench_kv.engines.serving import process
 from agentbench_kv.engines.serving.process import (
@@ -178,6 +178,20 @@ def test_commands_are_answered_and_failures_told(tmp_path: Path) -> None:
     client.close()
     server.close()
     assert not ControlClient(tmp_path / "absent").answers()
+
+
+def test_a_command_may_wait_for_a_long_forward(tmp_path: Path) -> None:
+    """A piece of a prompt took over a minute on a busy core, and what asked meanwhile failed."""
+    server = ControlServer(tmp_path / "c", {"ping": lambda _: True})
+    client = ControlClient(tmp_path / "c")
+    assert client.answers()
+    assert client._socket is not None
+    patience = client._socket.gettimeout()
+    assert patience is not None
+    # The backend gives up first, and says so.
+    assert patience > COMMAND_S >= 600
+    client.close()
+    server.close()
 
 
 def test_a_backend_finds_our_package_and_its_entry_points(tmp_path: Path) -> None:

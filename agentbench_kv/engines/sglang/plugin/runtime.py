@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from agentbench_kv.engines.core.commands import CommandQueue
-from agentbench_kv.engines.core.control import ControlServer, Handler, SessionCommands
+from agentbench_kv.engines.core.control import COMMAND_S, ControlServer, Handler, SessionCommands
 from agentbench_kv.engines.core.host import refuse_unsupported
 from agentbench_kv.engines.core.policy import BackendPolicy, rope_frequencies
 from agentbench_kv.engines.core.rings import RowShape
@@ -33,7 +33,6 @@ from agentbench_kv.kernels.layout import PagedRows
 from agentbench_kv.methods.base import QueryKind
 
 _REQUESTS = 4096  # the most that SGLang takes if nobody says how many
-_PATIENCE_S = 60.0  # for the scheduler to come to a command
 # Characters a session may grow to; SGLang asks for a limit, ours is the model's context.
 CAPACITY = 1 << 40
 
@@ -128,7 +127,7 @@ class Runtime:
         self._commands.run()
 
     def _queued(self, handler: Handler) -> Handler:
-        return lambda request: self._commands.call(lambda: handler(request), _PATIENCE_S)
+        return lambda request: self._commands.call(lambda: handler(request), COMMAND_S)
 
     def configure(self, policy: BackendPolicy) -> None:
         """Go on with another method; CUDA graphs may have been captured without what it needs."""
