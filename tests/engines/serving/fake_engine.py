@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import fake_backend
+import httpx
 
 from agentbench_kv.engines.base import Sampling
 from agentbench_kv.engines.serving.engine import ServingEngine
@@ -49,6 +50,17 @@ def runs(pid: int) -> bool:
         return False
 
 
+def well(engine: ServingEngine) -> bool:
+    """Return whether the front end still has what computes behind it.
+
+    The kernel calls a process of several threads a zombie when its first thread is, before its
+    parent can tell.
+    """
+    transport = httpx.HTTPTransport(uds=str(folder_of(engine) / "http"))
+    with httpx.Client(transport=transport, base_url="http://front") as client:
+        return client.get("/health").status_code == 200
+
+
 def kill(engine: ServingEngine, who: str) -> None:
     """Kill a part of the backend and wait until it is dead."""
     core, front = int((folder_of(engine) / "core.pid").read_text()), engine.backend_pid
@@ -57,7 +69,7 @@ def kill(engine: ServingEngine, who: str) -> None:
         os.killpg(front, signal.SIGKILL)
     else:
         os.kill(core if who == "core" else front, signal.SIGKILL)
-    while runs(core if who == "core" else front):
+    while well(engine) if who == "core" else runs(front):
         time.sleep(0.005)
 
 
