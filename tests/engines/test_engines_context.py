@@ -14,7 +14,7 @@ from agentbench_kv.engines.base import EngineOptions
 from agentbench_kv.engines.core.context import Yarn, stretch, stretched_folder
 from agentbench_kv.engines.embedded.model import load_model, model_path
 from agentbench_kv.engines.llamacpp.models import rope_divisors
-from agentbench_kv.engines.serving.engine import read_asked
+from agentbench_kv.engines.serving.refusals import read_asked
 from agentbench_kv.errors import UsageError
 from agentbench_kv.registry import make_method
 

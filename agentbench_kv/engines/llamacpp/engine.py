@@ -27,13 +27,9 @@ from agentbench_kv.engines.core.memory import memory_method
 from agentbench_kv.engines.embedded.model import free_tokens
 from agentbench_kv.engines.llamacpp.models import KV_ROW_TYPES, ROW_TYPES, resolve_model
 from agentbench_kv.engines.llamacpp.server.app import SETTINGS, Settings
-from agentbench_kv.engines.serving.engine import (
-    ServingEngine,
-    refuse_method,
-    run_server,
-    scratch_folder,
-)
+from agentbench_kv.engines.serving.engine import ServingEngine, run_server, scratch_folder
 from agentbench_kv.engines.serving.process import ControlError, Launch
+from agentbench_kv.engines.serving.refusals import refuse_method
 from agentbench_kv.engines.serving.session import ServingGeneration, ServingSession
 from agentbench_kv.engines.serving.wire import (
     EngineWire,

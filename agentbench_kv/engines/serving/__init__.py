@@ -1,5 +1,6 @@
 """Serving engines: a backend in a process of its own, driven over HTTP and a control channel.
 
-`engine` is the base class, `wire` what each engine must say about itself, `process` the backend as
-the harness sees it, `plugin` what every engine runs inside the backend.
+`engine` is the base class, `session` what it keeps of each session, `wire` what each engine must
+say about itself, `process` the backend as the harness sees it, `refusals` what is refused before
+one starts.
 """

@@ -17,8 +17,9 @@ import httpx
 
 from agentbench_kv.engines.base import Capability, Constraint, EngineOptions
 from agentbench_kv.engines.embedded.model import check_dtype
-from agentbench_kv.engines.serving.engine import (
-    ServingEngine,
+from agentbench_kv.engines.serving.engine import ServingEngine, start_server
+from agentbench_kv.engines.serving.process import Launch
+from agentbench_kv.engines.serving.refusals import (
     check_context,
     check_folder,
     offload_gb,
@@ -26,9 +27,7 @@ from agentbench_kv.engines.serving.engine import (
     refuse_offload,
     refuse_quantised,
     refuse_unshared,
-    start_server,
 )
-from agentbench_kv.engines.serving.process import Launch
 from agentbench_kv.engines.serving.wire import (
     CpuRoom,
     EngineWire,

@@ -28,7 +28,7 @@ from agentbench_kv.engines.core.gguf_tokenizer import (
 )
 from agentbench_kv.engines.llamacpp.engine import LlamaCppEngine, _cells
 from agentbench_kv.engines.llamacpp.models import model_shape, resolve_model
-from agentbench_kv.engines.serving.engine import refuse_method
+from agentbench_kv.engines.serving.refusals import refuse_method
 from agentbench_kv.errors import KVBenchError, PrerequisiteError, UsageError
 from agentbench_kv.registry import make_method
 

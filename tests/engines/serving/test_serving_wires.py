@@ -15,7 +15,8 @@ import pytest
 from agentbench_kv.engines.base import EngineOptions
 from agentbench_kv.engines.core.ledger import WindowBytes
 from agentbench_kv.engines.core.policy import VARIABLE, method_from
-from agentbench_kv.engines.serving.engine import ServingEngine, refuse_method
+from agentbench_kv.engines.serving.engine import ServingEngine
+from agentbench_kv.engines.serving.refusals import refuse_method
 from agentbench_kv.engines.serving.wire import EngineWire, ModelFacts, read_model
 from agentbench_kv.engines.sglang.engine import SglangEngine, SglangEngineWire
 from agentbench_kv.engines.vllm.engine import (

@@ -14,7 +14,7 @@ from agentbench_kv.cli import kvbench
 from agentbench_kv.conformance.engines import engine_suite
 from agentbench_kv.engines.base import EngineOptions
 from agentbench_kv.engines.core.host import ALLOW_UNTESTED
-from agentbench_kv.engines.serving.engine import refuse_method
+from agentbench_kv.engines.serving.refusals import refuse_method
 from agentbench_kv.engines.vllm.engine import VllmEngine, on_gpu
 from agentbench_kv.engines.vllm.plugin import launch
 from agentbench_kv.errors import UsageError
