@@ -43,7 +43,7 @@ def test_findings_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
                 while True:  # busy: patience is of the processor's time
                     pass
 
-    monkeypatch.setattr(fuzz, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(fuzz, "PATIENCE_S", 0.2)
     monkeypatch.setitem(fuzz.TARGETS, "poor", fuzz.Target(poor, (UsageError,)))
     found = fuzz.fuzz("poor", 40, most=40)
     assert {each.what.split()[0] for each in found} == {"Traceback", "more"}

@@ -291,14 +291,15 @@ class StandingEngine(ScriptedEngine):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.over = threading.Event()
+        self.asked, self.over = threading.Event(), threading.Event()
 
     def generate(self, session: str, sampling: Sampling) -> Generation:
+        self.asked.set()
         self.over.wait(LONG)
         return super().generate(session, sampling)
 
     def progress(self) -> int | None:
-        return 7
+        return 7 if self.asked.is_set() else None
 
     def shutdown(self) -> None:
         self.over.set()

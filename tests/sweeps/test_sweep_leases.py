@@ -45,6 +45,22 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leases, "BEAT_S", 0.02)
 
 
+class Clock:
+    """A clock that moves when it is told to, so that a busy machine lapses no claim."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(leases, "time", clock)
+    return clock
+
+
 def download(objects: Objects, out: Path, jobs: Sequence[SweepRun]) -> Path:
     for job in jobs:
         for name in ("run.json", "samples.jsonl", "summary.json", "turns.jsonl"):
@@ -158,7 +174,7 @@ def test_three_processes_on_one_store_of_which_two_are_killed(
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_claim_holds_while_it_moves_and_not_longer(objects, jobs):
+def test_a_claim_holds_while_it_moves_and_not_longer(objects, jobs, clock):
     (job,) = jobs(1)
     mine, theirs = RemotePlace(objects), RemotePlace(objects)
     number = mine._taken(job.name)
@@ -166,26 +182,31 @@ def test_a_claim_holds_while_it_moves_and_not_longer(objects, jobs):
     with pytest.raises(RunHeldError):
         theirs._taken(job.name)
     with leases.Lease(objects, job.name, number):
-        time.sleep(0.6)  # twice as long as a lease, whose claim is rewritten all the time
+        before = objects.read(f"{CLAIMS}/{job.name}.{number}")
+        while objects.read(f"{CLAIMS}/{job.name}.{number}") == before:
+            time.sleep(0.01)
+        clock.now += 0.6  # twice as long as a lease, whose claim is rewritten all the time
         assert theirs.standings([job.name])[job.name].state is State.HELD
         assert theirs.standings([job.name])[job.name].state is State.HELD
     assert theirs.standings([job.name])[job.name].state is State.FREE  # released: at once
     dead = theirs._taken(job.name)
     assert dead == 2
     assert mine.standings([job.name])[job.name].state is State.HELD
-    time.sleep(0.4)
+    clock.now += 0.4
     assert mine.standings([job.name])[job.name].state is State.FREE
 
 
 @pytest.mark.usefixtures("impatient")
-def test_of_many_that_take_over_one_succeeds(objects, jobs):
+def test_of_many_that_take_over_one_succeeds(objects, jobs, clock):
     (job,), taken, held = jobs(1), [], []
     RemotePlace(objects)._taken(job.name)
+    ready = threading.Barrier(9)
 
     def take() -> None:
         place = RemotePlace(objects)
         place.standings([job.name])
-        time.sleep(0.4)
+        ready.wait(60)
+        ready.wait(60)
         try:
             taken.append(place._taken(job.name))
         except RunHeldError as error:
@@ -194,6 +215,9 @@ def test_of_many_that_take_over_one_succeeds(objects, jobs):
     threads = [threading.Thread(target=take) for _ in range(8)]
     for thread in threads:
         thread.start()
+    ready.wait(60)
+    clock.now += 0.4
+    ready.wait(60)
     for thread in threads:
         thread.join()
     assert (taken, len(held)) == ([2], 7)

@@ -265,7 +265,7 @@ def test_a_worker_ends_by_itself_wherever_its_starter_is(tmp_path, jobs, fork, m
     slowly(monkeypatch, 0.3)
     runs, out = jobs(1, limit=50, concurrency=1), tmp_path / "out"
     sweep = Sweep.of(FolderObjects(out), runs)
-    until = time.time() + 3 if why == "out of time" else None
+    until = time.time() + 10 if why == "out of time" else None
     command = sweep.register("nobody", 1, until)
     started = fork.start(Order(str(out), sweep.name, command.id, "w"))
     while not LocalPlace(out).standings([runs[0].name])[runs[0].name].finished:

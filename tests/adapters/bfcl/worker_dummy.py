@@ -37,6 +37,15 @@ def wait(request):
     return "waited"
 
 
+def meet(request):
+    """Wait until as many requests as asked for have come here."""
+    place = Path(request.args["folder"])
+    (place / str(os.getpid())).touch()
+    while len(list(place.iterdir())) < request.args["count"]:
+        time.sleep(0.01)
+    return "met"
+
+
 def die(_):
     os._exit(7)
 
@@ -147,8 +156,8 @@ def write(_):
 COMMANDS = {
     f.__name__: f
     for f in (
-        echo, environment, first_to_go, wait, die, killed, worker, hold, loop, calls, deep, grow,
-        files, fill, read, listing, remember, shout, fail, big, hog, connect, spawn,
+        echo, environment, first_to_go, wait, meet, die, killed, worker, hold, loop, calls, deep,
+        grow, files, fill, read, listing, remember, shout, fail, big, hog, connect, spawn,
         shell, write,
     )
 }  # fmt: skip
