@@ -70,7 +70,7 @@ def test_a_session_longer_than_any_context_is_not_sent(endpoint):
 def test_gives_up_on_a_server_that_stays_busy(endpoint):
     endpoint.busy_answers = 1000
     with pytest.raises(ServerError, match="HTTP 429"):
-        line(endpoint.url, timeout_s=0.5).complete("p", TOOLS)
+        line(endpoint.url, timeout_s=3).complete("p", TOOLS)
 
 
 @pytest.mark.parametrize(
