@@ -81,7 +81,10 @@ class Memories(ABC):
         """Take in a past session, and say what it took."""
 
     def taken(self, session: str) -> tuple[int, int]:
-        """Return how many past sessions were taken in for a session, and the tokens they took."""
+        """Return how many past sessions were taken in for a session, and the tokens this took.
+
+        Tokens that one which is being taken in has taken so far are among them.
+        """
         with self._lock:
             return self._taken.get(session, (0, 0))
 

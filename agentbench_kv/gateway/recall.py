@@ -14,7 +14,7 @@ from agentbench_kv.gateway.base import AnyGateway
 from agentbench_kv.gateway.checkpoints import Checkpoints, PackingStore, Telling
 from agentbench_kv.gateway.memory import ASIDE, Memories, Remembered
 from agentbench_kv.gateway.messages import Message, text_of
-from agentbench_kv.gateway.session import UnknownSessionError
+from agentbench_kv.gateway.session import SessionReport, UnknownSessionError
 
 _TITLE = "Memories of earlier conversations:"
 
@@ -93,6 +93,13 @@ class PlainMemories(Memories):
             self._checkpoints.save(bank, self._store, told.taken)
         return took
 
+    def taken(self, session: str) -> tuple[int, int]:
+        sessions, tokens = super().taken(session)
+        if ASIDE + session in self._gateway.sessions():  # else the last one's report would count
+            with suppress(UnknownSessionError):
+                tokens += _tokens(self._gateway.report(ASIDE + session))
+        return sessions, tokens
+
     def share(self, session: str, other: str) -> None:
         super().share(session, other)
         self._searches[other] = {**self._searches[session]}
@@ -151,10 +158,14 @@ class PlainMemories(Memories):
     def _asked(self, bank: str) -> tuple[int, int]:
         """End the session in which the model was asked; return how often, for how many tokens."""
         try:
-            turns = self._gateway.close_report(ASIDE + bank).turns
+            report = self._gateway.close_report(ASIDE + bank)
         except UnknownSessionError:
             return 0, 0
-        return len(turns), sum(turn.prefill_tokens + turn.output_tokens for turn in turns)
+        return len(report.turns), _tokens(report)
+
+
+def _tokens(report: SessionReport) -> int:
+    return sum(turn.prefill_tokens + turn.output_tokens for turn in report.turns)
 
 
 def _reminded(message: Message, found: Sequence[Recollection]) -> Message:

@@ -378,7 +378,7 @@ class TrialThreads:
             return ""
         taken = [memories.taken(session) for session in sessions]
         past, tokens = (sum(column) for column in zip(*taken, strict=True)) if taken else (0, 0)
-        return f"; {past:,} past sessions taken in, {tokens:,} tokens" if past else ""
+        return f"; {past:,} past sessions taken in, {tokens:,} tokens" if tokens else ""
 
     def _hung(self, what: str) -> EngineGoneError:
         path = self._run.path / THREADS

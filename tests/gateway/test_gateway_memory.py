@@ -95,6 +95,25 @@ def test_what_is_found_stands_before_the_message_that_asked(told: tuple[Gateway,
     assert gateway.sessions() == []
 
 
+def test_what_a_past_session_has_taken_so_far_is_told_while_it_is_taken_in(
+    told: tuple[Gateway, Parrot],
+) -> None:
+    gateway, _ = told
+    memories, seen = gateway.memories, list[tuple[int, int]]()
+    assert memories is not None
+    gateway.memories = PlainMemories(
+        gateway, Parrot(gateway, lambda _: seen.append(memories.taken("a")))
+    )
+    memories = gateway.memories
+    with InProcessClient(gateway, "a") as client:
+        client.remember(past("red apple", "green pear"))
+        client.remember(past("blue apple", first=3))
+        assert [sessions for sessions, _ in seen] == [0, 0, 0, 0, 1, 1]
+        tokens = [tokens for _, tokens in seen]
+        assert tokens[0] == 0 < tokens[1] == tokens[2] < tokens[3] == tokens[4] < tokens[5]
+        assert memories.taken("a") == (2, tokens[5])
+
+
 def test_a_search_is_on_the_clock_of_the_answer_it_was_made_for(
     told: tuple[Gateway, Parrot],
 ) -> None:

@@ -403,12 +403,17 @@ class _Taken:
     """A memory that has taken past sessions in for two of three trials."""
 
     def taken(self, session: str) -> tuple[int, int]:
-        return {"a": (19, 12_000), "b": (1, 345)}.get(session, (0, 0))
+        return {"a": (19, 12_000), "b": (1, 345), "d": (0, 80)}.get(session, (0, 0))
 
 
 @pytest.mark.parametrize(
     ("under_way", "past"),
-    [("abc", "; 20 past sessions taken in, 12,345 tokens"), ("c", ""), ("", "")],
+    [
+        ("abc", "; 20 past sessions taken in, 12,345 tokens"),
+        ("d", "; 0 past sessions taken in, 80 tokens"),
+        ("c", ""),
+        ("", ""),
+    ],
 )
 def test_what_is_under_way_tells_how_much_of_a_past_was_taken_in(under_way: str, past: str) -> None:
     class Blind:
