@@ -34,7 +34,9 @@ from agentbench_kv.gateway.session import (
 
 # Of sessions that no client named: nothing that the HTTP surface lets through.
 _UNNAMED = "one shot "
-_CLOSE_WAIT_S = 60.0
+# For a request that was cancelled: a forward of long prompts goes on, which takes minutes on a CPU
+# that has other work.
+_CLOSE_WAIT_S = 600.0
 _log = logging.getLogger(__name__)
 
 
