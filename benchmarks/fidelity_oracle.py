@@ -118,7 +118,7 @@ def logprobs(
 
 def recorded(given: argparse.Namespace) -> list[Recording]:
     if given.file.is_dir():
-        return record_run(given.file)[0]
+        return record_run(given.file).recordings
     return record_file(given.file, given.model, None, given.tool_syntax)
 
 

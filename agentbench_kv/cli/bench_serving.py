@@ -197,15 +197,9 @@ def _of_messages(trace: LoadTrace | None) -> bool:
 
 def _recordings(options: dict[str, Any], trace: LoadTrace | None) -> tuple[Recording, ...]:
     """Return the sessions of a trace that says what was answered; for engines started here."""
-    from agentbench_kv.run.recordings import record_file
-
     if trace is None or options["urls"] or options["no_exact_calls"]:
         return ()
-    if trace.form == "run":
-        return tuple(options["recordings"])
-    if not _of_messages(trace):
-        return ()
-    return tuple(record_file(options["trace"], options["model"], len(trace.sessions)))
+    return tuple(options["recordings"][: len(trace.sessions)])
 
 
 def _trace(options: dict[str, Any]) -> LoadTrace | None:
@@ -215,6 +209,7 @@ def _trace(options: dict[str, Any]) -> LoadTrace | None:
     from agentbench_kv.serving_bench.trace import read_trace
 
     path: Path | None = options["trace"]
+    options |= {"recordings": [], "tool_syntax": "auto"}
     given = click.get_current_context().get_parameter_source
     if path is None:
         for name in ("fixed_schedule", "time_scale"):
@@ -229,7 +224,8 @@ def _trace(options: dict[str, Any]) -> LoadTrace | None:
         trace = _of_run(path, options)
     else:
         folder = options["tokenizer"] if options["urls"] else options["model"]
-        messages = recorded_messages(str(folder), options["think_time"]) if folder else None
+        about = (str(folder), options["think_time"], options["recordings"])
+        messages = recorded_messages(*about) if folder else None
         trace = read_trace(path, messages).first(options["sessions"])
     if options["think_time"] and trace.form not in ("messages", "run"):
         raise UsageError("--think-time: this trace has gaps of its own; see --time-scale")
@@ -246,8 +242,10 @@ def _of_run(path: Path, options: dict[str, Any]) -> LoadTrace:
 
     folder = one_run(path)
     like_run(folder, options)
-    options["recordings"], options["model"] = record_run(folder, options["sessions"])
-    trace = run_trace(folder, options["recordings"], options["think_time"])
+    recorded = record_run(folder, options["sessions"])
+    options["recordings"] = recorded.recordings
+    options |= {"model": recorded.model, "tool_syntax": recorded.tool_syntax}
+    trace = run_trace(folder, recorded, options["think_time"])
     return trace.first(options["sessions"])
 
 
@@ -298,7 +296,7 @@ def _plan(
     shared: dict[str, Any] = {name: options[name] for name in same}
     shared |= {"shapes": shapes, "loads": loads, "think_time_s": options["think_time"]}
     shared |= {"goodput": _targets(options["targets"]), "time_scale": options["time_scale"]}
-    shared |= {"pool_mb": options["pool_mb"]}
+    shared |= {name: options[name] for name in ("pool_mb", "tool_syntax")}
     shared |= {"trace": None if trace is None else trace_figures(trace)}
     model, wire = options["model"], options["wire"]
     if options["urls"]:

@@ -123,8 +123,8 @@ def _recorded(asked: dict[str, Any], chosen: dict[str, str]) -> tuple[list[Recor
     if source and not source.is_dir():
         return record_file(source, model, limit, syntax), f"file/{source.stem}", model
     if source:
-        found, model = record_run(source, limit)
-        return found, f"run/{source.resolve().name}", model
+        found = record_run(source, limit)
+        return found.recordings, f"run/{source.resolve().name}", found.model
     task = asked["task"]
     return record_gold(task, model, limit, chosen, syntax), task + GOLD, model
 

@@ -7,7 +7,7 @@ token is the cache's own best needs one, on any engine that takes given answers.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from agentbench_kv.analysis.fidelity import FidelityCounts
@@ -28,17 +28,22 @@ class ExactCalls:
     asked: int
     events: int  # evictions in those sessions, and times that a method dropped messages
     seconds: float  # that playing them took
+    parts: Mapping[str, tuple[int, int]]  # right and asked of each session with calls
 
 
-def exact_calls(engine: Engine, recordings: Sequence[Recording], protect: str = "") -> ExactCalls:
+def exact_calls(
+    engine: Engine, recordings: Sequence[Recording], protect: str = "", tool_syntax: str = "auto"
+) -> ExactCalls:
     """Play recorded sessions one after the other, with their answers given.
 
-    `protect` is the method's. A KVBenchError if the engine has no room for one, or does not say
-    what it would have drawn.
+    `protect` is the method's, `tool_syntax` how the recorded calls are written. A KVBenchError if
+    the engine has no room for one, or does not say what it would have drawn.
     """
-    table = PhaseTable.for_tokenizer(load_tokenizer(engine.info.model_path))
-    counts, events, began = FidelityCounts(), 0, time.perf_counter()
+    table = PhaseTable.for_tokenizer(load_tokenizer(engine.info.model_path), tool_syntax)
+    parts: dict[str, tuple[int, int]] = {}
+    events, began = 0, time.perf_counter()
     for number, recording in enumerate(recordings):
+        counts = FidelityCounts()
         session = _Session(engine, f"given|{number}|{recording.sample}", table)
         try:
             for turn in recording.turns:
@@ -47,8 +52,11 @@ def exact_calls(engine: Engine, recordings: Sequence[Recording], protect: str = 
                 session.log += turn.answer
         finally:
             events += session.close()
-    right, asked = counts.sums["calls_exact"]
-    return ExactCalls(int(right), int(asked), events, time.perf_counter() - began)
+        right, asked = counts.sums["calls_exact"]
+        if asked:
+            parts[recording.sample] = (int(right), int(asked))
+    right, asked = (sum(pair[side] for pair in parts.values()) for side in (0, 1))
+    return ExactCalls(right, asked, events, time.perf_counter() - began, parts)
 
 
 class _Session:

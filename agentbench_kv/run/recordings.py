@@ -163,6 +163,17 @@ class AnswerSource:
     model: str  # `micro` or a Hugging Face folder
     tool_syntax: str
     ends: bool = False  # whether a session ends with the last of its answers
+    sessions: int | None = None  # of the run that they are from, with those that are left out
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """A run's sessions that can be played again, and how it read and wrote them."""
+
+    recordings: list[Recording]
+    model: str
+    tool_syntax: str
+    sessions: int  # with those that are left out
 
 
 @contextmanager
@@ -199,40 +210,61 @@ def gold_source(
 def run_source(folder: Path, limit: int | None = None) -> Iterator[AnswerSource]:
     """Give the answers of a run's trials, the first of each sample.
 
-    Trials that were cut off, by their time or by a failure, are left out, and said.
+    What cannot be played again is left out, and said. UsageError if nothing can, or the folder is
+    not as a run leaves it.
     """
     reader = RunReader(folder)
     spec = RunSpec.of(reader.info.spec)
+    trials = [trial for trial in reader.trials() if not trial.trial]
     found: dict[str, list[list[int]]] = {}
-    cut: list[str] = []
-    for trial in reader.trials():
-        if trial.trial or trial.transcript is None:
-            continue
-        document = json.loads((folder / trial.transcript).read_text())
-        if trial.status in _CUT_OFF:
-            cut.append(trial.sample_id)
-        elif "generated" in document:  # not in a run of fidelity
-            ids = [[int(each) for each in part.split()] for part in document["generated"]]
-            found[sample_key(trial.sample_id)] = ids
-    if cut:
-        _log.warning(
-            "%d of the run's trials were cut off and are left out: %s", len(cut), ", ".join(cut[:3])
-        )
-    if not found:
+    for trial in trials:
+        if trial.status not in _CUT_OFF and trial.transcript is not None:
+            found[trial.sample_id] = answered_ids(folder / trial.transcript)
+    bare = [name for name, ids in found.items() if not ids]
+    _leave_out("were cut off", [t.sample_id for t in trials if t.status in _CUT_OFF])
+    _leave_out("have no transcript", [t.sample_id for t in trials if t.transcript is None])
+    _leave_out("have no tokens in their transcripts", bare)
+    given = {sample_key(name): ids for name, ids in found.items() if ids}
+    if not given:
         raise UsageError(
             f"{folder} has no whole trial with its tokens; name a run of a local engine"
         )
     task = load_task(spec.task).create(spec.task_params)
     try:
-        samples = [s for s in task.samples(spec.limit, spec.seed) if sample_key(s.id) in found]
+        samples = [s for s in task.samples(spec.limit, spec.seed) if sample_key(s.id) in given]
+        known = {sample.id for sample in samples}
+        _leave_out("are not of the run's samples", [n for n in found if n not in {*known, *bare}])
 
         def answers(session: str) -> list[list[int]]:
-            return found[session.rpartition("|")[2]]
+            return given[session.rpartition("|")[2]]
 
-        syntax = spec.tool_syntax or "auto"
-        yield AnswerSource(spec, task, samples[:limit], answers, spec.model, syntax, ends=True)
+        about = (answers, spec.model, spec.tool_syntax or "auto")
+        count = max(len(trials), (reader.info.expected_trials or 0) // spec.trials)
+        yield AnswerSource(spec, task, samples[:limit], *about, ends=True, sessions=count)
     finally:
         task.close()
+
+
+def answered_ids(path: Path) -> list[list[int]]:
+    """Return the ids of every answer in a transcript; none where it has none (of fidelity, say).
+
+    UsageError for what is no transcript.
+    """
+    try:
+        document = json.loads(path.read_text("utf-8"))
+        parts = document.get("generated", [])
+        found = [[int(each) for each in part.split()] for part in parts]
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise UsageError(f"{path} is no transcript of a run: {error}") from error
+    if any(each < 0 for ids in found for each in ids):
+        raise UsageError(f"{path} is no transcript of a run: a token has a number below 0")
+    return found
+
+
+def _leave_out(why: str, samples: Sequence[str]) -> None:
+    if samples:
+        said = ", ".join(samples[:3])
+        _log.warning("%d of the run's trials %s and are left out: %s", len(samples), why, said)
 
 
 def record_gold(
@@ -246,10 +278,12 @@ def record_gold(
         return _record(source)
 
 
-def record_run(folder: Path, limit: int | None = None) -> tuple[list[Recording], str]:
-    """Play a run's trials again, the first of each sample; return them and the run's model."""
+def record_run(folder: Path, limit: int | None = None) -> RecordedRun:
+    """Play a run's trials again, the first of each sample."""
     with run_source(folder, limit) as source:
-        return _record(source), source.model
+        found = _record(source)
+        count = len(found) if source.sessions is None else source.sessions
+        return RecordedRun(found, source.model, source.tool_syntax, count)
 
 
 def record_file(
@@ -262,9 +296,10 @@ def record_file(
 ) -> list[Recording]:
     """Read trajectories of any agent, one JSON object with `messages` and `tools` a line.
 
-    Their answers are written as the model's template and tool syntax write them. Under a
-    `method` that drops messages as text, every request is what a gateway would make of it; a
-    UsageError for one that no gateway could play ahead.
+    At most `limit` of those in which an agent answers; the others are left out. Their answers are
+    written as the model's template and tool syntax write them. Under a `method` that drops messages
+    as text, every request is what a gateway would make of it; a UsageError for one that no gateway
+    could play ahead.
     """
     if method is not None:
         refuse_unplayable(method)
@@ -272,8 +307,10 @@ def record_file(
     engine = RecordingEngine(lambda _: [], model_path(model), context)
     limits: dict[str, Any] = {"tool_syntax": tool_syntax, "default_max_tokens": LONGEST_ANSWER}
     gateway = Gateway(engine, policy=policy, **limits)
-    found = []
-    for number, session in enumerate(islice(read_sessions(path), limit)):
+    found: list[Recording] = []
+    for number, session in enumerate(read_sessions(path)):
+        if len(found) == limit:
+            break
         turns = _said(engine, gateway, session, f"{number}|{session.id}")
         if turns:
             found.append(Recording(session.id, session.cluster, turns))
@@ -326,7 +363,8 @@ def _said(
 def _record(source: AnswerSource) -> list[Recording]:
     engine = RecordingEngine(source.answers, model_path(source.model), 1 << 24, ends=source.ends)
     gateway = Gateway(engine, tool_syntax=source.tool_syntax, default_max_tokens=LONGEST_ANSWER)
-    found = []
+    found: list[Recording] = []
+    anew: list[str] = []
     with recording_endpoint(source.task, gateway) as url:
         setup = TrialSetup(source.spec, source.task, engine, gateway, url)
         for sample in source.samples:
@@ -334,6 +372,10 @@ def _record(source: AnswerSource) -> list[Recording]:
             turns = tuple(engine.turns(attempt.report.session, gateway.codec, gateway.syntax))
             if turns and attempt.report.resets == 0:
                 found.append(Recording(sample.id, sample.cluster, turns))
+            else:
+                anew.append(sample.id)
+    if source.sessions is not None:
+        _leave_out("came to no one session, played again,", anew)
     if not found:
         raise PrerequisiteError(
             f"no session of {source.spec.task} could be recorded: {attempt.outcome}"

@@ -18,6 +18,7 @@ from agentbench_kv.registry import load_engine, load_task, make_method, names
 from agentbench_kv.results.store import prefix_parts, run_id
 
 ENGINE, MODEL, TASK = "embedded", "micro", "micro/recall-5k"  # where none is named
+_NEEDED = ("engine", "model", "method", "budget", "task")
 _LONGEST_S = 366 * 86400  # beyond some such number, waiting for a lock overflows
 _RARE = (
     *("task_params", "engine_args", "context_limit", "max_live_tokens", "tool_syntax"),
@@ -63,7 +64,14 @@ class RunSpec:
 
     @classmethod
     def of(cls, document: Mapping[str, Any]) -> RunSpec:
-        """Return the spec that a run has recorded; UsageError for one of a later version."""
+        """Return the spec that a run has recorded.
+
+        UsageError for none, and for one of a later version.
+        """
+        if lacking := [name for name in _NEEDED if name not in document]:
+            raise UsageError(
+                f"the run's spec has no {', '.join(lacking[:3])}; its run.json was changed or cut"
+            )
         if unknown := sorted(document.keys() - cls.__dataclass_fields__.keys()):
             raise UsageError(
                 f"the run's spec has {', '.join(unknown[:3])}, which this version of kvbench does "

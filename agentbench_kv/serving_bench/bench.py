@@ -27,13 +27,20 @@ from agentbench_kv.engines.serving.wire import read_model
 from agentbench_kv.errors import KVBenchError, PrerequisiteError, UsageError
 from agentbench_kv.gateway import open_gateway
 from agentbench_kv.gateway.http import BackgroundServer, ServerSettings
+from agentbench_kv.methods.base import CLOSINGS
 from agentbench_kv.registry import load_engine, make_method, split_settings
 from agentbench_kv.results.store import RunReader, run_id
 from agentbench_kv.run.calibration import calibrated, calibration_used
 from agentbench_kv.run.engines import check_pair, start_engine
 from agentbench_kv.run.exact_calls import exact_calls
 from agentbench_kv.run.provenance import environment
-from agentbench_kv.run.recordings import Recording, record_file, refuse_unplayable
+from agentbench_kv.run.recordings import (
+    RecordedRun,
+    Recording,
+    record_file,
+    refuse_unplayable,
+)
+from agentbench_kv.run.spec import RunSpec
 from agentbench_kv.serving_bench import jobs
 from agentbench_kv.serving_bench.endpoints import authorization
 from agentbench_kv.serving_bench.loadgen import measure_apart
@@ -54,6 +61,7 @@ _QUEUE = 4096
 _ANSWER_S = 20.0
 _ENDLESS = 1 << 24  # a context that is not known
 _OF_RUN = "run: its prompts, to the token; timed answers are the server's own, as long as its"
+_CHANGED = "its transcripts or its model are no longer those of the run; take it as it was written"
 _MOST_RUNNING = 1024  # sessions in which something is read or generated; more may be open
 _DETAILS = (
     "session", "turn", "start", "new_tokens", "prompt_tokens", "output_tokens", "ttft_s",
@@ -101,7 +109,7 @@ def measure_serving(run: ServingRun, path: Path, told: Told) -> ServingSummary:
     folder = ServingFolder.create(path, plan, here)
     known = {measured.key: measured for measured in folder.measurements()}
     known = {key: measured for key, measured in known.items() if not measured.failed}
-    judged = {measured.arm for measured in known.values() if measured.quality is not None}
+    judged = {each.arm for each in known.values() if each.quality and not each.quality.failed}
     fresh: dict[int, tuple[object, ...]] = {}
     with ExitStack() as all_servers:
         kept = all_servers.enter_context(_all_served(run, known)) if plan.together else {}
@@ -114,25 +122,39 @@ def measure_serving(run: ServingRun, path: Path, told: Told) -> ServingSummary:
                         missing.append((workload, load))
                     else:
                         told(before, True)
-                if not missing:
+                asked = bool(run.recordings) and arm.name not in judged
+                if not missing and not asked:
                     continue
-                if repetition not in fresh:
+                if missing and repetition not in fresh:
                     fresh[repetition] = _freshness(folder, repetition)
-                order = MeasurementOrder(repetition, place, fresh[repetition])
+                order = MeasurementOrder(repetition, place, fresh.get(repetition, ()))
                 with ExitStack() as own:
                     server = kept.get(arm.name) or own.enter_context(_served(run, arm))
                     for workload, load in missing:
                         measured = _measure(run, arm, server, workload, load, order)
-                        beside: dict[str, Any] = {"provenance": here}
-                        if run.recordings and arm.name not in judged:
-                            judged.add(arm.name)
-                            beside["quality"] = _quality(run, server)
-                        measured = measured.model_copy(update=beside)
+                        measured = measured.model_copy(update={"provenance": here})
+                        known[measured.key] = measured
                         folder.add(measured)
                         told(measured, False)
+                    if asked:
+                        judged.add(arm.name)
+                        _judge(run, server, folder, known, arm.name, repetition)
     summary = summarize_serving(plan, folder.measurements())
     folder.write_summary(summary.model_dump(mode="json"))
     return summary
+
+
+def _judge(
+    run: ServingRun,
+    server: RunningServer,
+    folder: ServingFolder,
+    known: Mapping[tuple[str, str, str, int], LoadMeasurement],
+    arm: str,
+    repetition: int,
+) -> None:
+    """Note an arm's exact calls in the file of one of its measurements, all of which are kept."""
+    key = (arm, run.workloads[0].label, run.loads[0].label, repetition)
+    folder.add(known[key].model_copy(update={"quality": _quality(run, server)}))
 
 
 class MeasurementOrder(NamedTuple):
@@ -262,17 +284,24 @@ def _quality(run: ServingRun, server: RunningServer) -> Quality:
         return Quality(reason="the weights are random")
     if Capability.FORCE not in engine.info.capabilities:
         return Quality(reason=f"engine {run.plan.engine!r} takes no given answers")
+    if server.closing != CLOSINGS[0]:
+        return Quality(reason=f"closing={server.closing}: sessions are labelled once for all")
     recordings = run.recordings
     if server.shortened is not None:
         recordings = server.shortened[: len(recordings)]
     try:
-        found = exact_calls(engine, recordings, server.protect)
-    except KVBenchError as error:
-        return Quality(reason=" ".join(str(error).split()))
+        found = exact_calls(engine, recordings, server.protect, run.plan.tool_syntax)
+    except (KVBenchError, OSError, httpx.HTTPError) as error:
+        said = " ".join(str(error).split()) or type(error).__name__
+        return Quality(reason=said, failed=not isinstance(error, UsageError))
     if not found.asked:
         return Quality(reason="no recorded answer calls a tool", seconds=found.seconds)
     return Quality(
-        calls_right=found.right, calls=found.asked, events=found.events, seconds=found.seconds
+        calls_right=found.right,
+        calls=found.asked,
+        parts=dict(found.parts),
+        events=found.events,
+        seconds=found.seconds,
     )
 
 
@@ -369,30 +398,43 @@ def trace_figures(trace: LoadTrace) -> TraceFigures:
     )
 
 
-def recorded_messages(model: str, gap_s: float = 0.0) -> ReadMessages:
-    """Return what reads recorded chat messages in a model's tokens, with a gap between calls."""
+def recorded_messages(
+    model: str, gap_s: float = 0.0, kept: list[Recording] | None = None
+) -> ReadMessages:
+    """Return what reads recorded chat messages in a model's tokens, with a gap between calls.
+
+    `kept` gets the sessions, in their order.
+    """
 
     def read(path: Path) -> list[jobs.TraceSession]:
-        return sessions_of(record_file(path, model), gap_s)
+        found = record_file(path, model)
+        if kept is not None:
+            kept.extend(found)
+        return sessions_of(found, gap_s)
 
     return read
 
 
-def run_trace(folder: Path, recordings: Sequence[Recording], gap_s: float) -> LoadTrace:
+def run_trace(folder: Path, recorded: RecordedRun, gap_s: float) -> LoadTrace:
     """Return a run's own sessions to be played, with a gap between calls.
 
     UsageError if they are not what it played: a method that drops messages, or adds some, does so
     on its way from the agent to the engine, where nobody recorded it.
     """
-    lengths = {trial.sample_id: trial.kv.logical for trial in RunReader(folder).trials()}
+    reader, recordings = RunReader(folder), recorded.recordings
+    changes = RunSpec.of(reader.info.spec).built_method.messages
+    lengths = {each.sample_id: each.kv.logical for each in reader.trials() if not each.trial}
     for recording in recordings:
         if recording.tokens != (found := lengths[recording.sample]):
             raise UsageError(
                 f"{folder}: played again, session {recording.sample} has {recording.tokens} tokens "
-                f"and not {found}; take a run whose method leaves messages as they are"
+                f"and not {found}; "
+                + ("take a run whose method leaves messages as they are" if changes else _CHANGED)
             )
+    count = f"{len(recordings)} of the {recorded.sessions} sessions of the run"
+    notes = (_OF_RUN, count) if len(recordings) < recorded.sessions else (_OF_RUN,)
     sha = hashlib.sha256("".join(recording.sha for recording in recordings).encode()).hexdigest()
-    return LoadTrace(folder.name, "run", sha, tuple(sessions_of(recordings, gap_s)), (_OF_RUN,))
+    return LoadTrace(folder.name, "run", sha, tuple(sessions_of(recordings, gap_s)), notes)
 
 
 def sessions_of(recordings: Sequence[Recording], gap_s: float) -> list[jobs.TraceSession]:
@@ -442,6 +484,7 @@ class RunningServer:
     about: dict[str, Any] = field(default_factory=dict)  # what the engine says of itself
     engine: Engine | None = None  # None of a server by URL
     protect: str = ""  # the method's
+    closing: str = CLOSINGS[0]  # how the method reads closing markers
     # What it is sent of a trace of messages, where its method drops some.
     shortened: tuple[Recording, ...] | None = None
 
@@ -494,7 +537,8 @@ def serve_arm(plan: ServingPlan, arm: ServingArm, at_once: int) -> Iterator[Runn
         vocabulary = read_vocabulary(info.model_path)
         # A session that just ended may still be closing when the next one begins.
         sessions = 2 * at_once + 1
-        gateway = open_gateway(engine, method, max_sessions=sessions)
+        syntax = plan.tool_syntax
+        gateway = open_gateway(engine, method, tool_syntax=syntax, max_sessions=sessions)
         settings = ServerSettings(queue=_QUEUE)
         server = BackgroundServer(gateway, concurrency=running, settings=settings)
         stack.enter_context(server)
@@ -507,7 +551,8 @@ def serve_arm(plan: ServingPlan, arm: ServingArm, at_once: int) -> Iterator[Runn
         about |= {"max_live_tokens": room} if room is not None else {}
         target = jobs.Target(server.url.removesuffix("/v1"), "gateway", info.model, arm.drops)
         about |= info.details
-        yield RunningServer(target, vocabulary, info.context_limit, about, engine, method.protect)
+        own = (engine, method.protect, method.closing_markers)
+        yield RunningServer(target, vocabulary, info.context_limit, about, *own)
 
 
 def _reached(base: str, wire: str) -> RunningServer:

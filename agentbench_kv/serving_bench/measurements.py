@@ -10,7 +10,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from agentbench_kv.errors import UsageError
 from agentbench_kv.results.files import json_bytes, write_atomic, writing
@@ -26,6 +26,7 @@ _RARE = (
     "time_scale",
     "goodput",
     "pool_mb",
+    "tool_syntax",
     "tokenizer",
     "vocab",
 )  # later than the first plans, whose folders keep names
@@ -75,7 +76,7 @@ class TraceFigures(BaseModel, frozen=True):
     def sentence(self) -> str:
         ratio = self.prompt_tokens / self.output_tokens
         return (
-            f"trace ({self.form}): {self.sessions:,} sessions, {self.calls:,} calls, "
+            f"trace ({self.form}): {self.sessions:,} sessions, {self.calls:,} requests, "
             f"{self.prompt_tokens:,} prompt tokens, {ratio:,.1f} for each generated; an endless "
             f"prefix cache would hold {self.prefix_hits:.1%}"
         )
@@ -110,6 +111,7 @@ class ServingPlan(BaseModel, frozen=True):
         None  # of cached rows, the same for every arm; None: the engine's choice
     )
     goodput: dict[str, float] = Field(default_factory=dict)  # ms that a good request keeps to
+    tool_syntax: str = "auto"  # how the trace's calls are written
     tokenizer: str | None = None  # folder whose ids are sent to servers by URL
     vocab: int | None = None  # or the number that they are below
 
@@ -134,9 +136,20 @@ class Quality(BaseModel, frozen=True, extra="forbid"):
 
     calls_right: int = 0  # recorded calls whose every token is the arm's own best
     calls: int = 0
+    # Right and asked of each session with calls; older files have none.
+    parts: dict[str, tuple[int, int]] = Field(default_factory=dict)
     events: int = 0  # evictions in those sessions
     seconds: float = 0.0  # that it took, beside the measured time
     reason: str = ""  # why it was not measured
+    failed: bool = False  # for a reason that may pass: it is tried again
+
+    @model_validator(mode="after")
+    def _adds_up(self) -> Self:
+        pairs = [(self.calls_right, self.calls), *self.parts.values()]
+        sums = tuple(sum(column) for column in zip(*self.parts.values(), strict=True))
+        if not all(0 <= right <= asked for right, asked in pairs) or sums not in ((), pairs[0]):
+            raise ValueError(f"{self.calls_right} right calls of {self.calls} do not add up")
+        return self
 
     @property
     def exact(self) -> float | None:

@@ -14,8 +14,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from agentbench_kv.errors import UsageError
 from agentbench_kv.results.papers import PublishedFigure, figures
-from agentbench_kv.results.stats import REPETITIONS, Median, median
+from agentbench_kv.results.stats import REPETITIONS, Median, Scores, level, median
 from agentbench_kv.results.tables.costs import runner_notes
 from agentbench_kv.results.tables.model import Cell, Column, Kind, Row, Table, Unit, slug
 from agentbench_kv.serving_bench.measurements import (
@@ -134,7 +135,7 @@ def summarize_serving(plan: ServingPlan, measured: Sequence[LoadMeasurement]) ->
     groups: dict[tuple[str, str, str], list[LoadMeasurement]] = defaultdict(list)
     for each in measured:
         groups[each.shape, each.load, each.arm].append(each)
-    quality = {each.arm: each.quality for each in measured if each.quality is not None}
+    quality = _qualities(measured)
     cells, best = [], []
     for shape in plan.shapes:
         made = []
@@ -145,6 +146,21 @@ def summarize_serving(plan: ServingPlan, measured: Sequence[LoadMeasurement]) ->
         cells += made
         best += _best(made, groups, GOODPUT if plan.goodput else SPEED)
     return ServingSummary(plan=plan, cells=cells, best=best)
+
+
+def _qualities(measured: Iterable[LoadMeasurement]) -> dict[str, Quality]:
+    """Return each arm's; a UsageError if they are not of the same recorded calls."""
+    found: dict[str, Quality] = {}
+    for each in measured:
+        if each.quality is not None and (each.arm not in found or found[each.arm].failed):
+            found[each.arm] = each.quality
+    asked = {quality.calls: arm for arm, quality in found.items() if quality.exact is not None}
+    if len(asked) > 1:
+        said = ", ".join(f"{arm} of {calls}" for calls, arm in asked.items())
+        raise UsageError(
+            f"exact calls are not of the same calls ({said}): measure again into another --out"
+        )
+    return found
 
 
 def _arm_figures(
@@ -348,7 +364,10 @@ def _exact_cell(cell: ArmFigures) -> Cell:
     found = cell.quality
     if found is None or found.exact is None:
         return Cell(text="not measured")
-    return Cell(found.exact)
+    if not found.parts:
+        return Cell(found.exact)
+    share = level(Scores.of_counts(found.parts))
+    return Cell(share.point, share.low, share.high)
 
 
 def _kv_cell(cell: ArmFigures, name: str) -> Cell:
@@ -428,7 +447,7 @@ def _papers(plan: ServingPlan, shape: str) -> list[PublishedFigure]:
 
 def _notes(plan: ServingPlan, cells: Sequence[ArmFigures]) -> list[str]:
     notes = [
-        "load: cN is N sessions at once, N/s is sessions that begin per second (Poisson)"
+        "load: cN is at most N sessions at once, N/s is sessions that begin per second (Poisson)"
         + ", schedule is the trace's own times" * (plan.trace is not None),
         "medians over repetitions with 95% intervals; ratios are paired by repetition",
         "TTFT, TPOT, E2E: median and p99 of requests; a request is one turn",
@@ -495,17 +514,27 @@ def _quality_notes(cells: Sequence[ArmFigures]) -> list[str]:
     found = {cell.arm: cell.quality for cell in cells if cell.quality is not None}
     if not found:
         return ["exact calls: not measured: no recorded answers came, or nobody asked for them"]
+    said = _exact_note([each for each in found.values() if each.exact is not None])
     reasons: dict[str, list[str]] = {}
     for arm, quality in found.items():
         if quality.reason:
             reasons.setdefault(quality.reason, []).append(arm)
-    seconds = sum(quality.seconds for quality in found.values())
-    calls = max(quality.calls for quality in found.values())
     return [
-        f"exact calls: of {calls:,} recorded calls those whose every token is the arm's own best "
-        f"(fidelity's calls_exact; full's share is calls_exact_full); answers given, played once "
-        f"an arm after a measurement, in {seconds:.1f} s beside the measured time",
+        *said,
         *(f"exact calls of {', '.join(arms)}: not measured: {r}" for r, arms in reasons.items()),
+    ]
+
+
+def _exact_note(found: Sequence[Quality]) -> list[str]:
+    if not found:
+        return []
+    seconds, sessions = sum(each.seconds for each in found), len(found[0].parts)
+    of = f"{found[0].calls:,} recorded tool calls" + f" in {sessions:,} sessions" * bool(sessions)
+    return [
+        f"exact calls: of {of} those whose every token is the arm's own best (fidelity's "
+        "calls_exact; full's share is calls_exact_full), with 95% intervals over sessions, where "
+        "there are enough; answers given, played once an arm after a measurement, in "
+        f"{seconds:.1f} s beside the measured time"
     ]
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -116,9 +118,48 @@ def test_recorded_answers_give_exact_calls_beside_speed(kvbench, tmp_path: Path)
     assert all(name.startswith("rep01") for name in kept)
     shown = kvbench("report", "runs", "--format", "markdown").stdout
     assert "exact calls %" in shown
-    assert "of 4 recorded calls those whose every token is the arm's own best" in shown
+    assert "of 4 recorded tool calls in 2 sessions those whose every token is the" in shown
     again = kvbench(*SMALL, "--repeats", "2", "--concurrency", "2", "--json")
     assert json.loads(again.stdout)["cells"] == document["cells"]
+
+
+def test_sessions_without_an_answer_are_neither_timed_nor_counted(kvbench, tmp_path: Path) -> None:
+    silent = recorded(0, True) | {"id": "silent", "messages": recorded(0, True)["messages"][:2]}
+    wrote(tmp_path / "t.jsonl", [silent, *(recorded(number, True) for number in range(2))])
+    done = kvbench(*SMALL, "--concurrency", "2", "--alone", "--json")
+    assert done.returncode == 0, done.stderr
+    (cell,) = json.loads(done.stdout)["cells"]
+    assert cell["quality"]["calls"] == 4
+    assert cell["quality"]["parts"].keys() == {"s0", "s1"}
+
+
+def test_exact_calls_that_were_left_out_are_measured_by_the_same_command(
+    kvbench, tmp_path: Path
+) -> None:
+    wrote(tmp_path / "t.jsonl", [recorded(number, True) for number in range(2)])
+    same = (*SMALL, "--concurrency", "2", "--json")
+    first = json.loads(kvbench(*same, "--no-exact-calls").stdout)
+    assert {str(cell["quality"]) for cell in first["cells"]} == {"None"}
+    done = kvbench(*same)
+    assert done.returncode == 0, done.stderr
+    then = json.loads(done.stdout)
+    assert [cell["quality"]["calls"] for cell in then["cells"]] == [4, 4, 4]
+    assert [cell["figures"] for cell in then["cells"]] == [
+        cell["figures"] for cell in first["cells"]
+    ]
+
+
+@pytest.mark.parametrize("right", [5, -1])
+def test_exact_calls_that_do_not_add_up_are_refused(kvbench, tmp_path: Path, right: int) -> None:
+    wrote(tmp_path / "t.jsonl", [recorded(number, True) for number in range(2)])
+    done = kvbench(*SMALL, "--concurrency", "2", "--alone", "--json")
+    (file,) = (tmp_path / json.loads(done.stdout)["path"]).glob("rep*.json")
+    document = json.loads(file.read_text())
+    document["quality"] |= {"calls_right": right, "parts": {}}
+    file.write_text(json.dumps(document))
+    shown = kvbench("report", "runs")
+    assert shown.returncode == 2
+    assert f"{right} right calls of 4 do not add up" in shown.stderr
 
 
 def test_exact_calls_are_not_measured_without_calls_or_answers(kvbench, tmp_path: Path) -> None:
@@ -168,6 +209,98 @@ def test_a_runs_own_sessions_show_what_a_method_would_have_broken(kvbench, tmp_p
     more = kvbench(*asked, "--sessions", "9")
     assert more.returncode == 2
     assert "has 3 sessions, not 9" in more.stderr
+
+
+CUT = {"status": "timeout", "score": None, "timing": {}, "error": "time"}
+
+
+@pytest.fixture
+def run(kvbench, tmp_path: Path) -> Path:
+    """A run of three trials, of one of which nothing is changed but by a test."""
+    played = kvbench("run", "--task", "micro/recall-1k", "--method", "full", "--limit", "3")
+    assert played.returncode == 0, played.stderr
+    (folder,) = (tmp_path / "runs").iterdir()
+    return folder
+
+
+def bench_of_run(kvbench, *more: str):
+    bench = ("bench", "serving", "--trace", "runs", "--concurrency", "3", "--warmup", "0")
+    small = ("--repeats", "1", "--alone", "--method", "agentkv", "--budget", "4096")
+    return kvbench(*bench, *small, "--out", "b", *more)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda trial, _: trial.update(transcript=None), "have no transcript"),
+        (lambda trial, _: trial.update(CUT), "were cut off"),
+        (lambda _, said: said.pop("generated"), "have no tokens in their transcripts"),
+        (lambda _, said: said.update(generated=[]), "have no tokens in their transcripts"),
+        (lambda trial, _: trial.update(sample_id="another"), "are not of the run's samples"),
+    ],
+)
+def test_sessions_of_a_run_that_cannot_be_played_are_named_and_counted(
+    kvbench, run: Path, change: Callable[[Any, Any], object], why: str
+) -> None:
+    trials = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    path = run / trials[1]["transcript"]
+    said = json.loads(path.read_text())
+    change(trials[1], said)
+    path.write_text(json.dumps(said))
+    wrote(run / "samples.jsonl", trials)
+    done = bench_of_run(kvbench)
+    assert done.returncode == 0, done.stderr
+    name = trials[1]["sample_id"]
+    assert f"1 of the run's trials {why} and are left out: {name}" in done.stderr
+    assert "2 of the 3 sessions of the run" in done.stdout
+    assert "in 2 sessions those whose every token" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b'{"generated": ["1 2', "is no transcript of a run"),
+        (b"\xff\xfe", "is no transcript of a run"),
+        (b"[1]", "is no transcript of a run"),
+        (b'{"generated": 5}', "is no transcript of a run"),
+        (b'{"generated": ["a b c"]}', "is no transcript of a run"),
+        (b'{"generated": ["-1"]}', "a token has a number below 0"),
+    ],
+)
+def test_a_broken_transcript_is_one_line(kvbench, run: Path, text: bytes, message: str) -> None:
+    path = next((run / "transcripts").iterdir())
+    path.write_bytes(text)
+    done = bench_of_run(kvbench)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert path.name in line
+    assert message in line
+
+
+def test_a_run_without_a_spec_is_one_line(kvbench, run: Path) -> None:
+    document = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps(document | {"spec": {}}))
+    done = bench_of_run(kvbench)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert "the run's spec has no engine, model, method" in line
+
+
+def test_a_run_that_did_not_end_says_how_many_sessions_it_should_have(kvbench, run: Path) -> None:
+    trials = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    wrote(run / "samples.jsonl", trials[:2])
+    done = bench_of_run(kvbench)
+    assert done.returncode == 0, done.stderr
+    assert "2 of the 3 sessions of the run" in done.stdout
+
+
+def test_first_trials_are_the_sessions_of_a_run_with_several(kvbench) -> None:
+    drawn = ("--temperature", "2.5", "--trials", "2", "--limit", "2")
+    played = kvbench("run", "--task", "micro/recall-1k", "--method", "full", *drawn)
+    assert played.returncode == 0, played.stderr
+    done = bench_of_run(kvbench)
+    assert done.returncode == 0, done.stderr
+    assert "sessions of the run" not in done.stdout
 
 
 def test_a_run_that_dropped_messages_is_no_trace(kvbench) -> None:

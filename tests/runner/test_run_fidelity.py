@@ -166,12 +166,12 @@ def test_nothing_is_made_up_for_a_trial_that_was_cut_off(
     document = json.loads(said.read_text())
     answers = [[int(each) for each in part.split()] for part in document["generated"]]
     monkeypatch.setattr(logging.getLogger("agentbench_kv"), "propagate", True)
-    (recording,) = record_run(run.path)[0]
+    (recording,) = record_run(run.path).recordings
     assert "1 of the run's trials were cut off and are left out: recall-1k-0" in caplog.text
     assert [[token for token, _ in turn.answer] for turn in recording.turns] == answers
     # An answer that the run does not have is nobody's.
     said.write_text(json.dumps({**document, "generated": document["generated"][:-1]}))
-    (shorter,) = record_run(run.path)[0]
+    (shorter,) = record_run(run.path).recordings
     assert [[token for token, _ in turn.answer] for turn in shorter.turns] == answers[:-1]
 
 
@@ -295,7 +295,8 @@ def test_a_run_of_ones_own_is_one_hundred_percent(tmp_path: Path, method: str) -
     assert line["shares"]["right"]["point"] == 1
     assert f"self-check of {method} at 256 on its own run: passed" in result.stderr
     assert line["events"] * 2 == sum(record.kv.events for record in run.trials()) > 0
-    recordings, model = record_run(run.path)
+    recorded = record_run(run.path)
+    recordings, model = recorded.recordings, recorded.model
     assert model == "micro"
     assert sum(r.tokens for r in recordings) == sum(t.kv.logical for t in run.trials())
     assert one_run(tmp_path) == run.path  # what fidelity wrote beside it is no session
