@@ -99,15 +99,9 @@ def _data(
     path, card_path = out / ROWS, out / DATA_CARD
     if card_path.is_file():
         card = _read_card(card_path)
-        # Cards from before these were kept say nothing of weights, tool syntax and trials.
-        before = {**{name: made_of[name] for name in _KEPT_LATER}, **card["made_of"]}
-        if before != made_of:
-            names = sorted(before.keys() | made_of.keys())
-            changed = [name for name in names if before.get(name) != made_of.get(name)]
-            raise UsageError(
-                f"{out} holds rows of another model, other runs or settings (what changed: "
-                f"{', '.join(changed)}); choose another --out"
-            )
+        _check_made_of(card["made_of"], made_of, out)
+        if request.runs and "trials" not in card["made_of"]:
+            report(f"{card_path} is from before trials were kept: whether the runs grew is unknown")
         if rows_sha(path) != card["sha"]:
             raise UsageError(f"{path} is not what {DATA_CARD} says; remove both to make them anew")
         return read_rows(path), card
@@ -131,6 +125,19 @@ def _data(
     card = {"made_of": made_of, "sha": rows_sha(path), **asdict(counts), **count_rows(rows)}
     write_atomic(card_path, json_bytes(card, indent=1))
     return rows, card
+
+
+def _check_made_of(kept: Mapping[str, Any], made_of: Mapping[str, Any], out: Path) -> None:
+    """Refuse rows that were made of something else, and say in what it differs."""
+    # Cards from before these were kept say nothing of weights, tool syntax and trials.
+    before = {**{name: made_of[name] for name in _KEPT_LATER}, **kept}
+    names = sorted(before.keys() | made_of.keys())
+    changed = [name for name in names if before.get(name) != made_of.get(name)]
+    if changed:
+        raise UsageError(
+            f"{out} holds rows of another model, other runs or settings (what changed: "
+            f"{', '.join(changed)}); choose another --out"
+        )
 
 
 def _read_card(path: Path) -> dict[str, Any]:

@@ -81,6 +81,11 @@ def test_runs_are_what_they_hold(kvbench: Callable[..., Any], tmp_path: Path) ->
     samples = [row.sample for row in read_rows(out / "data.jsonl")]
     assert len(set(samples)) == len(samples) == card["sessions"] > 0
     longer.write_bytes(whole[longer])
+    made_of = {name: of for name, of in card["made_of"].items() if name != "trials"}
+    older = shutil.copytree(out, tmp_path / "older")  # as a version made it that kept no trials
+    (older / "data.json").write_text(json.dumps({**card, "made_of": made_of}))
+    unknown = kvbench(*train, "--steps", "1", "--out", str(older))
+    assert "from before trials were kept: whether the runs grew is unknown" in unknown.stderr
     grown = kvbench(*train, "--steps", "2")
     assert (grown.returncode, grown.stdout) == (2, "")
     assert grown.stderr == (
