@@ -53,7 +53,7 @@ def asked(task: str, limit: int, every: int) -> Iterator[Asked]:
         return by_rule(question)
 
     with gold_source(task, "micro", limit, {}) as source:
-        for row in trace_rows(source, every, annotate, 0, TraceCounts()):
+        for row in trace_rows([source], every, annotate, 0, TraceCounts()):
             episode = generate(int(row.sample.rpartition("-")[2]), profile)
             own = [q for q in questions if q.session.id == row.sample]
             known = [told(episode, q.session, q.read) & {use.cursor for use in q.open} for q in own]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,10 +18,11 @@ from agentbench_kv.engines.embedded.model import (
 )
 from agentbench_kv.errors import UsageError
 from agentbench_kv.phases.tokens import TokenCodec, load_tokenizer
-from agentbench_kv.results.files import json_bytes, write_atomic
+from agentbench_kv.results.files import file_sha, json_bytes, write_atomic
 from agentbench_kv.results.runs import run_folders
 from agentbench_kv.results.store import RunReader
 from agentbench_kv.run.recordings import AnswerSource, gold_source, run_source
+from agentbench_kv.run.spec import RunSpec
 from agentbench_kv.run.traces import TraceCounts, trace_rows
 from agentbench_kv.run.trained import joined, trained_on
 from agentbench_kv.training.sidequest.annotation import Annotator, by_model, by_rule
@@ -37,7 +39,7 @@ from agentbench_kv.training.sidequest.tune import StepReport, TuneOptions, Tuner
 
 ROWS, DATA_CARD = "data.jsonl", "data.json"
 _FULL = ("full", "full-constrained")
-_KEPT_LATER = ("model_sha", "tool_syntax")
+_KEPT_LATER = ("model_sha", "tool_syntax", "trials")
 _MOST_JUDGED = 20  # sessions held out
 Report = Callable[[StepReport | str], None]
 
@@ -71,7 +73,7 @@ def train_sidequest(request: TrainingRequest, out: Path, report: Report) -> list
     tuner = Tuner(base, rows, card["sha"], request.options, out)
     tuner.resume()
     report(f"{_told(card)}; {tuner.steps} steps, from {tuner.step}")
-    asked = [row for row in rows if row.held_out][:_MOST_JUDGED]
+    asked = _judging(rows)
     codec = TokenCodec(load_tokenizer(base))
     ends = {int(codec.tokenizer.eos_token_id)}
 
@@ -97,11 +99,9 @@ def _data(
     path, card_path = out / ROWS, out / DATA_CARD
     if card_path.is_file():
         card = _read_card(card_path)
-        # Cards from before these were kept say nothing of the base's weights and the tool syntax.
-        if {**{name: made_of[name] for name in _KEPT_LATER}, **card["made_of"]} != made_of:
-            raise UsageError(
-                f"{out} holds rows of another model, other runs or settings; choose another --out"
-            )
+        _check_made_of(card["made_of"], made_of, out)
+        if request.runs and "trials" not in card["made_of"]:
+            report(f"{card_path} is from before trials were kept: whether the runs grew is unknown")
         if rows_sha(path) != card["sha"]:
             raise UsageError(f"{path} is not what {DATA_CARD} says; remove both to make them anew")
         return read_rows(path), card
@@ -109,12 +109,12 @@ def _data(
     counts, rows = TraceCounts(), []
     annotate = _annotator(request.annotator)
     with ExitStack() as stack:
-        for source in _sources(request, stack):
-            _check_messages(source)
-            report(f"playing {len(source.samples)} traces, then again as the method would")
-            for row in trace_rows(source, request.every, annotate, request.options.seed, counts):
-                rows.append(row)
-                report(f"{len(rows)} of {counts.played} traces played again; {row.sample}")
+        sources = list(_sources(request, stack))
+        number = sum(len(source.samples) for source in sources)
+        report(f"playing {number} traces, then again as the method would")
+        for row in trace_rows(sources, request.every, annotate, request.options.seed, counts):
+            rows.append(row)
+            report(f"{len(rows)} of {counts.played} traces played again; {row.sample}")
     if not rows:
         raise UsageError(
             f"of {counts.played} traces {counts.wrong} are wrong and {counts.without_results} hold "
@@ -127,6 +127,19 @@ def _data(
     return rows, card
 
 
+def _check_made_of(kept: Mapping[str, Any], made_of: Mapping[str, Any], out: Path) -> None:
+    """Refuse rows that were made of something else, and say in what it differs."""
+    # Cards from before these were kept say nothing of weights, tool syntax and trials.
+    before = {**{name: made_of[name] for name in _KEPT_LATER}, **kept}
+    names = sorted(before.keys() | made_of.keys())
+    changed = [name for name in names if before.get(name) != made_of.get(name)]
+    if changed:
+        raise UsageError(
+            f"{out} holds rows of another model, other runs or settings (what changed: "
+            f"{', '.join(changed)}); choose another --out"
+        )
+
+
 def _read_card(path: Path) -> dict[str, Any]:
     try:
         card = json.loads(path.read_bytes())
@@ -137,17 +150,32 @@ def _read_card(path: Path) -> dict[str, Any]:
     raise UsageError(f"{path} is damaged; remove it and {ROWS} beside it to make the rows anew")
 
 
-def _check_messages(source: AnswerSource) -> None:
-    if not source.task.sends_messages:
-        raise UsageError(
-            f"{source.spec.task!r} sent raw completions, and SideQuest is trained on messages; "
-            "use --gold TASK --set route=chat, or runs of it with that setting"
-        )
+def _judging(rows: Sequence[SideQuestRow]) -> list[SideQuestRow]:
+    """Return the rows that judge the outcome: of every sample that is held out, the first.
+
+    Traces of one sample begin alike, and so are asked the same questions.
+    """
+    first: dict[tuple[str, str], SideQuestRow] = {}
+    for row in rows:
+        if row.held_out:
+            first.setdefault((row.task, row.sample), row)
+    return list(first.values())[:_MOST_JUDGED]
+
+
+def _checked(source: AnswerSource) -> AnswerSource:
+    if source.task.sends_messages:
+        return source
+    raise UsageError(
+        f"{source.spec.task!r} sent raw completions, and SideQuest is trained on messages; "
+        "use --gold TASK --set route=chat, or runs of it with that setting"
+    )
 
 
 def _made_of(request: TrainingRequest) -> dict[str, Any]:
+    folders = run_folders(request.runs)
     asked = {
-        "runs": [str(folder.resolve().name) for folder in run_folders(request.runs)],
+        "runs": [str(folder.resolve().name) for folder in folders],
+        "trials": [_trials_sha(folder) for folder in folders],
         "gold": request.gold,
         "settings": dict(request.settings),
         "limit": request.limit,
@@ -161,25 +189,40 @@ def _made_of(request: TrainingRequest) -> dict[str, Any]:
     return asked
 
 
+def _trials_sha(folder: Path) -> str:
+    """Return a hash of what a run gives: its spec, and the first trial of each sample."""
+    reader = RunReader(folder)
+    digest = hashlib.sha256(json_bytes(reader.info.spec))
+    for trial in sorted(reader.trials(), key=lambda trial: trial.key):
+        if trial.trial == 0 and trial.transcript is not None:
+            path = folder / trial.transcript
+            said = file_sha(path) if path.is_file() else None
+            digest.update(json_bytes([trial.sample_id, trial.status, said]))
+    return digest.hexdigest()
+
+
 def _sources(request: TrainingRequest, stack: ExitStack) -> Iterator[AnswerSource]:
     if bool(request.runs) == bool(request.gold):
         raise UsageError("name the traces: --runs RUN, or --gold TASK")
     if request.gold:
         asked = (request.gold, request.model, request.limit, request.settings)
         drawn = (request.tool_syntax, request.options.seed)
-        yield stack.enter_context(gold_source(*asked, *drawn))
+        yield _checked(stack.enter_context(gold_source(*asked, *drawn)))
     for folder in run_folders(request.runs):
         _check_run(folder, request.model)
-        yield stack.enter_context(run_source(folder, request.limit))
+        yield _checked(stack.enter_context(run_source(folder, request.limit)))
 
 
 def _check_run(folder: Path, model: str) -> None:
-    spec = RunReader(folder).info.spec
-    if spec["model"] != model:
-        raise UsageError(f"{folder} is a run of {spec['model']}, not of {model}")
-    if spec["method"] not in _FULL:
+    try:
+        spec = RunSpec.of(RunReader(folder).info.spec)
+    except UsageError as error:
+        raise UsageError(f"{folder}: {error}") from None
+    if spec.model != model:
+        raise UsageError(f"{folder} is a run of {spec.model}, not of {model}")
+    if spec.method not in _FULL:
         raise UsageError(
-            f"{folder} is a run under {spec['method']}: main traces are those of a full cache; "
+            f"{folder} is a run under {spec.method}: main traces are those of a full cache; "
             "kvbench run --method full"
         )
 
@@ -194,8 +237,11 @@ def _annotator(asked: str) -> Annotator:
 
 
 def _told(card: Mapping[str, Any]) -> str:
+    repeated = card.get("repeated", 0)  # cards from before it was counted do not say
+    left_out = f" ({repeated} repeated ones are left out)" if repeated else ""
     return (
-        f"{card['sessions']} right traces of {card['played']}, {card['questions']} questions about "
+        f"{card['sessions']} right traces of {card['played']}{left_out}, "
+        f"{card['questions']} questions about "
         f"{card['open_cursors']} open results, {card['expired_cursors']} of them expired "
         f"({card['told_cursors']} as far as can be told)"
     )

@@ -15,10 +15,10 @@ from agentbench_kv.errors import KVBenchError, UsageError
 from agentbench_kv.methods.base import Method
 from agentbench_kv.phases.syntax import choose_syntax
 from agentbench_kv.registry import load_engine, load_task, make_method, names
+from agentbench_kv.results.records import checked
 from agentbench_kv.results.store import prefix_parts, run_id
 
 ENGINE, MODEL, TASK = "embedded", "micro", "micro/recall-5k"  # where none is named
-_NEEDED = ("engine", "model", "method", "budget", "task")
 _LONGEST_S = 366 * 86400  # beyond some such number, waiting for a lock overflows
 _RARE = (
     *("task_params", "engine_args", "context_limit", "max_live_tokens", "tool_syntax"),
@@ -64,19 +64,20 @@ class RunSpec:
 
     @classmethod
     def of(cls, document: Mapping[str, Any]) -> RunSpec:
-        """Return the spec that a run has recorded.
-
-        UsageError for none, and for one of a later version.
-        """
-        if lacking := [name for name in _NEEDED if name not in document]:
-            raise UsageError(
-                f"the run's spec has no {', '.join(lacking[:3])}; its run.json was changed or cut"
-            )
+        """Return the spec that a run has recorded; UsageError for a damaged or a later one."""
         if unknown := sorted(document.keys() - cls.__dataclass_fields__.keys()):
             raise UsageError(
                 f"the run's spec has {', '.join(unknown[:3])}, which this version of kvbench does "
                 "not know; read it with the version that played it"
             )
+        try:
+            # A budget is recorded as it is spelled, and checked where it is parsed.
+            checked({**document, **dict.fromkeys(document.keys() & {"budget"})}, cls)
+        except ValueError as error:
+            raise UsageError(
+                f"the run's spec is damaged ({error}): take a whole copy of its run.json, or play "
+                "it again: kvbench run"
+            ) from None
         return cls(**document)
 
     @property

@@ -8,6 +8,7 @@ the question, the rows that have left.
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,6 +25,7 @@ from agentbench_kv.gateway.base import Request
 from agentbench_kv.gateway.session import Answer, ChatResult, Session
 from agentbench_kv.methods.dropping.sidequest import SideQuest
 from agentbench_kv.methods.spans import SpanRange
+from agentbench_kv.results.files import json_bytes
 from agentbench_kv.run.recordings import (
     LONGEST_ANSWER,
     Answers,
@@ -31,7 +33,7 @@ from agentbench_kv.run.recordings import (
     RecordingEngine,
     recording_endpoint,
 )
-from agentbench_kv.run.trial import Attempt, TrialSetup, play_session
+from agentbench_kv.run.trial import Attempt, TrialSetup, play_session, sample_key
 from agentbench_kv.training.sidequest.annotation import Annotator, ExpiryQuestion, verdict
 from agentbench_kv.training.sidequest.hindsight import (
     CursorUse,
@@ -50,6 +52,7 @@ class TraceCounts:
     played: int = 0
     wrong: int = 0
     without_results: int = 0
+    repeated: int = 0  # and not played: another source had the same
 
 
 class TraceEngine(RecordingEngine):
@@ -131,27 +134,50 @@ class _Hindsight:
 
 
 def trace_rows(
-    source: AnswerSource, every: int, annotate: Annotator, seed: int, counts: TraceCounts
+    sources: Sequence[AnswerSource],
+    every: int,
+    annotate: Annotator,
+    seed: int,
+    counts: TraceCounts,
 ) -> Iterator[SideQuestRow]:
-    """Yield the row of every trace whose answer is right.
+    """Yield the row of every trace whose answer is right; of traces that are the same, one.
 
     `every` is how many requests lie between two questions; `seed` draws which cursors are closed.
     """
-    traces = {}
-    for sample in source.samples:
+    traces = []
+    for source, sample in _distinct(sources, counts):
         counts.played += 1
         session = _right_session(source, sample)
         uses = cursor_uses(session) if session else []
         counts.wrong += session is None
         counts.without_results += session is not None and not uses
         if session and uses:
-            traces[sample.id] = (session, uses)
-    habits = awaited(uses for name, (_, uses) in traces.items() if not held_out(name))
-    for sample in source.samples:
-        if sample.id in traces:
-            lots = random.Random(f"{seed}/{sample.id}")
-            hindsight = _Hindsight(*traces[sample.id], habits, lots)
-            yield _row(source, sample, hindsight, every, annotate)
+            traces.append((source, sample, session, uses))
+    habits = awaited(uses for _, sample, _, uses in traces if not held_out(sample.id))
+    for source, sample, session, uses in traces:
+        lots = random.Random(f"{seed}/{sample.id}")
+        hindsight = _Hindsight(session, uses, habits, lots)
+        yield _row(source, sample, hindsight, every, annotate)
+
+
+def _distinct(
+    sources: Sequence[AnswerSource], counts: TraceCounts
+) -> Iterator[tuple[AnswerSource, Sample]]:
+    """Yield traces, the first of those that are the same: of one task and sample, token by token.
+
+    Other answers to the same sample, or the same under other settings of the task, are another.
+    """
+    seen: set[str] = set()
+    for source in sources:
+        for sample in source.samples:
+            answers = [list(ids) for ids in source.answers(sample_key(sample.id))]
+            told = [source.spec.task, source.task.settings(), sample.id, answers]
+            sha = hashlib.sha256(json_bytes(told)).hexdigest()
+            if sha in seen:
+                counts.repeated += 1
+                continue
+            seen.add(sha)
+            yield source, sample
 
 
 class HearingGateway(Gateway):

@@ -61,6 +61,25 @@ def test_a_spec_is_what_it_records() -> None:
     assert replace(BASE, budget="25.0%").document()["budget"] == "25%"
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": 7}, r"damaged \(model: Expected `str`, got `int`\): take a whole copy"),
+        ({"limit": "x"}, r"damaged \(limit: Expected `int \| null`"),
+        ({"budget": {}}, "budget '{}': expected a number of tokens"),
+        ({"later": 1}, "the run's spec has later, which this version"),
+    ],
+)
+def test_a_damaged_record_is_no_spec(change: dict[str, Any], message: str) -> None:
+    whole = replace(BASE, engine_args={"a": "b"}, temperature=0).document()
+    assert RunSpec.of(whole).document() == whole
+    with pytest.raises(UsageError, match=message):
+        RunSpec.of({**whole, **change})
+    for name in ("engine", "model", "method", "budget", "task"):
+        with pytest.raises(UsageError, match=f"missing required field `{name}`"):
+            RunSpec.of({key: value for key, value in whole.items() if key != name})
+
+
 def test_a_run_builds_its_method_once(monkeypatch: pytest.MonkeyPatch) -> None:
     built: list[str] = []
 

@@ -32,6 +32,7 @@ from agentbench_kv.run.sidequest_training import (
     ROWS,
     TrainingRequest,
     _data,
+    _judging,
     _made_of,
     train_sidequest,
 )
@@ -201,7 +202,7 @@ def codec() -> TokenCodec:
 def rows() -> list[SideQuestRow]:
     counts = TraceCounts()
     with gold_source(TASK, "micro", 4, {}) as source:
-        found = list(trace_rows(source, 2, by_rule, 0, counts))
+        found = list(trace_rows([source], 2, by_rule, 0, counts))
     assert (counts.played, counts.wrong) == (4, 0)
     return found
 
@@ -261,14 +262,37 @@ def test_traces_that_are_wrong_are_left_out() -> None:
             answers = source.answers(session)
             return [answers[0], *answers[2:]] if session.endswith("0") else list(answers)
 
-        found = list(trace_rows(replace(source, answers=slip), 4, by_rule, 0, counts))
+        found = list(trace_rows([replace(source, answers=slip)], 4, by_rule, 0, counts))
     assert (counts.played, counts.wrong) == (2, 1)
     assert len({row.sample for row in found}) == 1
 
 
+def test_of_traces_that_are_the_same_one_is_kept(rows: list[SideQuestRow]) -> None:
+    counts = TraceCounts()
+    with gold_source(TASK, "micro", 2, {}) as short, gold_source(TASK, "micro", 4, {}) as long:
+
+        def chatty(session: str) -> list[list[int]]:
+            return [*map(list, long.answers(session)), [5]]
+
+        other = replace(long, answers=chatty, samples=long.samples[:1])  # as of another run
+        found = list(trace_rows([short, long, short, other, other], 2, by_rule, 0, counts))
+    assert (counts.played, counts.wrong, counts.repeated) == (5, 0, 5)
+    assert found[:4] == rows
+    assert found[4].sample == rows[0].sample
+
+
+def test_a_held_out_sample_judges_once(rows: list[SideQuestRow]) -> None:
+    names = [name for name in (f"n{n}" for n in range(400)) if held_out(name)][:3]
+    one, two, three = (structs.replace(rows[0], sample=name) for name in names)
+    again, elsewhere = structs.replace(one, ids=one.ids[:9]), structs.replace(one, task="other")
+    assert _judging([one, *trained_on(rows), two, again, one, elsewhere, three]) == [
+        one, two, elsewhere, three
+    ]  # fmt: skip
+
+
 def test_rows_are_the_same_again(rows: list[SideQuestRow], tmp_path: Path) -> None:
     with gold_source(TASK, "micro", 4, {}) as source:
-        again = list(trace_rows(source, 2, by_rule, 0, TraceCounts()))
+        again = list(trace_rows([source], 2, by_rule, 0, TraceCounts()))
     assert again == rows
     path = tmp_path / "rows.jsonl"
     write_rows(path, rows)
@@ -430,7 +454,8 @@ def test_rows_are_of_one_model_and_one_syntax(
     with pytest.raises(UsageError, match="holds rows of another model"):
         kept(asked, **card)
     # A folder from before these were kept is gone on from.
-    old = {n: v for n, v in card["made_of"].items() if n not in ("model_sha", "tool_syntax")}
+    late = ("model_sha", "tool_syntax", "trials")
+    old = {n: v for n, v in card["made_of"].items() if n not in late}
     assert kept(asked, made_of=old, sha=card["sha"]) == []
     (out / DATA_CARD).write_text(json.dumps(card)[:-30])
     with pytest.raises(UsageError, match=r"data\.json is damaged; remove it"):
