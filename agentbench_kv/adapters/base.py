@@ -197,7 +197,7 @@ class MarkedAnswers:
 
     score: float | None  # None: something was not answered, so the trial is not scored
     metrics: Mapping[str, Metric | None]  # those that follow from answers; None: nobody knows it
-    transcript: Mapping[str, Any]  # what of it follows from the sample and the answers
+    transcript: Mapping[str, Any] | None  # what of it follows from the sample and the answers
     # What it says nothing of, though it had to if the session was kept as the task told it.
     missing: tuple[str, ...] = ()
 

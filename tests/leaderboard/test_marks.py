@@ -132,8 +132,8 @@ FAILED = ["no room", "no room at all", "one answered", "memart, one of two"]
 def test_an_honest_run_is_what_its_answers_say(
     name: str, bare: bool, runs: dict[str, Path], forged: Callable[..., list[str]]
 ) -> None:
-    *_, last = map(json.loads, (runs[name] / "samples.jsonl").read_text().splitlines())
-    assert last["status"] == ("scored" if name in SCORED else "context_limit")
+    rows = map(json.loads, (runs[name] / "samples.jsonl").read_text().splitlines())
+    assert ("context_limit" in [row["status"] for row in rows]) is (name in FAILED)
     assert forged(name, bare=bare) == []
 
 

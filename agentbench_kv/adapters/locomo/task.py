@@ -214,7 +214,7 @@ class LocomoQA(Task):
         """Mark recorded answers: by words, as models may not be here; evidence as it was said."""
         conversation, questions = self._asked(sample)
         if transcript is None:
-            return MarkedAnswers(None, self.nothing_right(sample), {})
+            return MarkedAnswers(None, self.nothing_right(sample), None)
         said_of_all = transcript["answers"]
         spots = self._history(conversation).spots
         answered = [

@@ -120,7 +120,7 @@ class ProbeTask(Task):
         """Mark recorded answers; where the values stood is as it was said."""
         session, probes = self._asked_about(sample)
         if transcript is None:
-            return MarkedAnswers(None, self.nothing_right(sample), {})
+            return MarkedAnswers(None, self.nothing_right(sample), None)
         said = transcript["probes"]
         ranks = [each["rank"] for each in said]
         if ranks != sorted({*ranks} & {*range(len(probes))}):
