@@ -193,11 +193,13 @@ class Outcome:
 
 @dataclass(frozen=True)
 class MarkedAnswers:
-    """What the answers of a scored trial's transcript say of it."""
+    """What the answers in a trial's transcript say of it."""
 
-    score: float
+    score: float | None  # None: something was not answered, so the trial is not scored
     metrics: Mapping[str, Metric | None]  # those that follow from answers; None: nobody knows it
-    transcript: Mapping[str, Any]  # what of it follows from the sample and the answers
+    transcript: Mapping[str, Any] | None  # what of it follows from the sample and the answers
+    # What it says nothing of, though it had to if the session was kept as the task told it.
+    missing: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -303,11 +305,18 @@ class Task(ABC):
         return {}
 
     def mark(self, sample: Sample, transcript: Any) -> MarkedAnswers | None:  # noqa: ARG002
-        """Mark the answers in a scored trial's transcript once more.
+        """Mark the answers in a trial's transcript once more; without one nothing was answered.
 
         For those who check a record whose tokens are no session's that can be played again. None:
         the task's transcripts do not say all that its score is made of. Transcripts may be a
         stranger's: whatever is raised is a finding.
+        """
+        return None
+
+    def score_of(self, sample: Sample, metrics: Mapping[str, Metric]) -> float | None:  # noqa: ARG002
+        """Return the score that a trial's metrics come to; None if it is no part of them.
+
+        Metrics may be a stranger's: a number that is missing counts 0.
         """
         return None
 

@@ -182,8 +182,6 @@ def _obstacle(evidence: RunEvidence, rescore: bool) -> str:
             return f"cannot be re-scored: {reason}"
     if evidence.at_text_level:
         return "an endpoint's tokens are not known, so nothing can be re-scored"
-    if not (rescore or spec.task.startswith(_CHEAP)):
-        return "not re-scored; kvbench leaderboard validate --rescore does it"
     if spec.params.get("recovery") == "breadcrumb":
         return "reminders put words into the prompts that only the method knows"
     if (policy := evidence.policy) is not None and evidence.rewrites:
@@ -194,11 +192,14 @@ def _obstacle(evidence: RunEvidence, rescore: bool) -> str:
             )
         if spec.engine not in OWN:
             return "cannot be re-scored: what left was decided by a server's own count of tokens"
-    if evidence.keeps_banks and Capability.FORCE.value in load_task(spec.task).needs:
+    if Capability.FORCE.value in load_task(spec.task).needs:
+        memory = ", and the memory" if evidence.keeps_banks else ""
         return (
             "cannot be re-scored: questions are asked in sessions beside the trial's, whose tokens "
-            "no record holds; kvbench leaderboard rerun plays them, and the memory"
+            f"no record holds; kvbench leaderboard rerun plays them{memory}"
         )
+    if not (rescore or spec.task.startswith(_CHEAP)):
+        return "not re-scored; kvbench leaderboard validate --rescore does it"
     return ""
 
 

@@ -30,6 +30,12 @@ Amount = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
 Metric = Whole | float | str | None
 
 
+def number_of(metrics: Mapping[str, Metric], name: str) -> float:
+    """Return a metric that is a number; 0 if there is none of that name."""
+    value = metrics.get(name)
+    return value if isinstance(value, int | float) else 0.0
+
+
 class TrialStatus(StrEnum):
     """How a trial ended; only `scored` carries a score, the two `LOST` are tried again."""
 

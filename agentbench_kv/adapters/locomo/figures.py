@@ -193,9 +193,9 @@ def _adversarial(asked: Sequence[Question], answered: Sequence[Answered]) -> dic
     }
 
 
-def by_words(figures: Mapping[str, Metric]) -> dict[str, Metric]:
-    """Return the figures that no encoder made and no clock."""
-    left_out = (*BY_MODEL, "seconds")
+def by_words(figures: Mapping[str, Metric], encoders: Sequence[str]) -> dict[str, Metric]:
+    """Return the figures that none of these encoders made and no clock."""
+    left_out = (*encoders, "seconds")
     return {name: each for name, each in figures.items() if not name.startswith(left_out)}
 
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from agentbench_kv.adapters.base import (
@@ -42,6 +41,7 @@ from agentbench_kv.adapters.locomo.data import (
 from agentbench_kv.adapters.locomo.disputed import Disputed, all_disputed
 from agentbench_kv.adapters.locomo.evidence import recalled_shares, sent_share, share
 from agentbench_kv.adapters.locomo.figures import (
+    BY_MODEL,
     NOT_AVAILABLE,
     Answered,
     by_words,
@@ -53,7 +53,7 @@ from agentbench_kv.adapters.locomo.scoring import BertScore, Compare, Similarity
 from agentbench_kv.encoders.loading import encoder_sha
 from agentbench_kv.errors import UsageError
 from agentbench_kv.params import param
-from agentbench_kv.results.records import Metric, TrialStatus
+from agentbench_kv.results.records import Metric, TrialStatus, number_of
 
 SYSTEM = (
     "You will read what {0} and {1} said to each other in several sessions, each under its date, "
@@ -65,6 +65,7 @@ WAY_OUT = f" If the conversation does not tell, answer: {ABSENT}"
 QUESTION = "Question: {}\nAnswer with a short phrase."
 CORRUPT = "qqwx"  # answer of the corrupt agent: a word in no gold answer
 RIGHT_FROM = 0.5  # F1 from which an answer counts as known in an audit of its evidence
+_PAIR = ("right", "asked")
 _PLAIN = re.compile(r"[\x20-\x7e]+")
 
 
@@ -181,18 +182,18 @@ class LocomoQA(Task):
                 answered.append(each)  # noqa: PERF402  what was answered counts after a timeout
         except TimeoutError as reached:
             status, error = TrialStatus.TIMEOUT, str(reached)
-        left = questions[len(answered) :]
-        if status is TrialStatus.SCORED and any(self._counts(each) for each in left):
+        if status is TrialStatus.SCORED and not self._whole(questions, answered):
             status = TrialStatus.CONTEXT_LIMIT
             error = _no_room(len(answered), len(questions))
         disputed = self._disputed(conversation)
         known = {} if disputed is None else disputed
         answers = [each.document(known.get(each.question.index)) for each in answered]
         transcript = {"conversation": conversation.id, "answers": answers}
+        metrics = trial_metrics(questions, answered, disputed)
         return Outcome(
             status,
-            self._score(answered) if status is TrialStatus.SCORED else None,
-            trial_metrics(questions, answered, disputed),
+            self.score_of(sample, metrics) if status is TrialStatus.SCORED else None,
+            metrics,
             transcript,
             error,
             tuple(self._facts(conversation, answered)),
@@ -212,6 +213,9 @@ class LocomoQA(Task):
     def mark(self, sample: Sample, transcript: Any) -> MarkedAnswers:
         """Mark recorded answers: by words, as models may not be here; evidence as it was said."""
         conversation, questions = self._asked(sample)
+        if transcript is None:
+            return MarkedAnswers(None, self.nothing_right(sample), None)
+        said_of_all = transcript["answers"]
         spots = self._history(conversation).spots
         answered = [
             Answered(
@@ -223,17 +227,31 @@ class LocomoQA(Task):
                 sent_share(question, spots),
                 said.get("evidence_recalled"),
             )
-            for question, said in zip(questions, transcript["answers"], strict=True)
+            for question, said in zip(questions[: len(said_of_all)], said_of_all, strict=True)
         ]
         disputed = self._disputed(conversation)
         known = {} if disputed is None else disputed
-        answers = [by_words(each.document(known.get(each.question.index))) for each in answered]
-        unknown = dict.fromkeys(nothing_recalled(questions, disputed))
+        named = [name for name in BY_MODEL if getattr(self, f"{name}_model")]
+        documents = [each.document(known.get(each.question.index)) for each in answered]
+        metrics = trial_metrics(questions, answered, disputed)
+        whole = self._whole(questions, answered)
         return MarkedAnswers(
-            self._score(answered),
-            {**unknown, **by_words(trial_metrics(questions, answered, disputed))},
-            {"conversation": conversation.id, "answers": answers},
+            self.score_of(sample, metrics) if whole else None,
+            {
+                **dict.fromkeys(nothing_recalled(questions, disputed)),
+                **{f"{n}_{end}": None for n in BY_MODEL if n not in named for end in _PAIR},
+                **by_words(metrics, named),
+            },
+            {
+                "conversation": conversation.id,
+                "answers": [by_words(each, named) for each in documents],
+            },
         )
+
+    def score_of(self, sample: Sample, metrics: Mapping[str, Metric]) -> float | None:
+        column = "adversarial" if self.adversarial == "only" else "f1"
+        counted = [each for each in self._asked(sample)[1] if self._counts(each)]
+        return number_of(metrics, f"{column}_right") / len(counted)
 
     def script(self, sample: Sample, agent: ScriptedAgent) -> list[str]:
         return [_scripted(question, agent) for question in self._asked(sample)[1]]
@@ -301,9 +319,9 @@ class LocomoQA(Task):
         """Whether an answer to a question is part of the score."""
         return self.adversarial == "only" or question.category != ADVERSARIAL
 
-    def _score(self, answered: Sequence[Answered]) -> float:
-        column = "adversarial" if self.adversarial == "only" else "f1"
-        return fmean(each.marks[column] or 0.0 for each in answered if self._counts(each.question))
+    def _whole(self, questions: Sequence[Question], answered: Sequence[Answered]) -> bool:
+        """Whether everything that counts was answered."""
+        return not any(self._counts(each) for each in questions[len(answered) :])
 
     def _disputed(self, conversation: Dialogue) -> Mapping[int, Disputed] | None:
         """Return the disputed questions by their indices; None for another file."""

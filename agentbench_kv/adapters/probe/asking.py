@@ -20,6 +20,7 @@ from agentbench_kv.adapters.probe.values import contains, is_exact, times
 from agentbench_kv.errors import ContextLimitError
 
 REMOVED = "[removed]"
+_ESCAPED = frozenset("\"'\\<>&")  # what JSON, or a template's, may write otherwise
 Floor = Literal["off", "none", "removed"]
 Numbered = tuple[int, Probe]  # rank among the session's questions
 
@@ -173,6 +174,22 @@ def _place(
         return None
     here = inside[min(number, len(inside) - 1)]
     return Place(ends[-1] - here, sum(place > here for place in places))
+
+
+def stands(session: ChatSession, probe: Probe) -> bool:
+    """Whether a value must be found in the tokens of its evidence, whatever the chat template.
+
+    So it is where a user or a tool says it in signs that JSON leaves as they are, and not at the
+    beginning of a line, whose end JSON writes as a letter; an answer has to follow.
+    """
+    message = session.messages[probe.message]
+    value = probe.value
+    plain = value.isascii() and value.isprintable() and not _ESCAPED & set(value)
+    if not plain or message["role"] not in ("user", "tool"):
+        return False
+    lines = text_of(message).replace("\t", "\n").splitlines()
+    said = any(times(line, value) and not line.startswith(value) for line in lines)
+    return said and any(at > probe.message for at in session.answers)
 
 
 def _written(message: Message) -> str:

@@ -31,15 +31,15 @@ from agentbench_kv.adapters.bfcl.task import (
     MultiTurnMissParam,
 )
 from agentbench_kv.adapters.data import file_sha256
-from agentbench_kv.adapters.probe.asking import AskedProbe, Floor, Place, ask_all
+from agentbench_kv.adapters.probe.asking import AskedProbe, Floor, Place, ask_all, stands
 from agentbench_kv.adapters.probe.gold import GoldSessions
 from agentbench_kv.adapters.probe.questions import Probe, make_probes, probes_sha
 from agentbench_kv.adapters.probe.session import ChatSession, read_sessions
-from agentbench_kv.adapters.probe.values import contains
+from agentbench_kv.adapters.probe.values import contains, may_be_exact
 from agentbench_kv.adapters.tau2.task import Airline, Retail, Telecom
 from agentbench_kv.errors import ContextLimitError, PrerequisiteError, UsageError
 from agentbench_kv.params import param
-from agentbench_kv.results.records import Metric, TrialStatus
+from agentbench_kv.results.records import Metric, TrialStatus, number_of
 
 CORRUPT = "qqwx"  # answer of the corrupt agent: in no session
 FLOORS: tuple[Floor, ...] = ("off", "none", "removed")
@@ -105,9 +105,8 @@ class ProbeTask(Task):
         scored = status is TrialStatus.SCORED
         metrics = {**(_metrics(asked) if scored else self.nothing_right(sample)), **how}
         transcript = {"session": session.id, "floor": self.floor, "probes": _documents(asked)}
-        return Outcome(
-            status, _score(asked) if scored else None, metrics, transcript, error, _facts(asked)
-        )
+        score = self.score_of(sample, metrics) if scored else None
+        return Outcome(status, score, metrics, transcript, error, _facts(asked))
 
     def nothing_right(self, sample: Sample) -> Mapping[str, Metric]:
         found: dict[str, Metric] = {}
@@ -118,21 +117,33 @@ class ProbeTask(Task):
         return found
 
     def mark(self, sample: Sample, transcript: Any) -> MarkedAnswers:
-        """Mark recorded answers; places, and whether nothing else was said, are as they were."""
+        """Mark recorded answers; where the values stood is as it was said."""
         session, probes = self._asked_about(sample)
+        if transcript is None:
+            return MarkedAnswers(None, self.nothing_right(sample), None)
+        said = transcript["probes"]
+        ranks = [each["rank"] for each in said]
+        if ranks != sorted({*ranks} & {*range(len(probes))}):
+            raise ValueError(f"the ranks of its questions are {ranks}")
         asked = [
-            AskedProbe(
-                rank,
-                probe,
-                None if said["place"] is None else Place(**said["place"]),
-                said["answer"],
-                said["exact"],
-                contains(said["answer"], probe.value),
-            )
-            for rank, (probe, said) in enumerate(zip(probes, transcript["probes"], strict=True))
+            _marked(rank, probes[rank], each, placed=self.floor == "off")
+            for rank, each in zip(ranks, said, strict=True)
         ]
-        derived = {"session": session.id, "floor": self.floor, "probes": _documents(asked)}
-        return MarkedAnswers(_score(asked), _metrics(asked), derived)
+        whole = len(asked) == len(probes)
+        metrics = _metrics(asked) if whole else self.nothing_right(sample)
+        return MarkedAnswers(
+            self.score_of(sample, metrics) if whole else None,
+            metrics,
+            {"session": session.id, "floor": self.floor, "probes": _documents(asked)},
+            tuple(
+                f"probes[{number}].place"
+                for number, each in enumerate(asked)
+                if self.floor == "off" and each.place is None and stands(session, each.probe)
+            ),
+        )
+
+    def score_of(self, sample: Sample, metrics: Mapping[str, Metric]) -> float | None:
+        return number_of(metrics, "contains_right") / len(self._asked_about(sample)[1])
 
     def script(self, sample: Sample, agent: ScriptedAgent) -> list[str]:
         probes = self._asked_about(sample)[1]
@@ -265,8 +276,17 @@ def steered(name: str, context: TrialContext) -> SteeredClient:
     return context.client
 
 
-def _score(asked: Sequence[AskedProbe]) -> float:
-    return sum(each.contains for each in asked) / len(asked)
+def _marked(rank: int, probe: Probe, said: Mapping[str, Any], *, placed: bool) -> AskedProbe:
+    """Mark a recorded answer; it has a place only where the session was read with its evidence."""
+    answer, where = said["answer"], said["place"]
+    return AskedProbe(
+        rank,
+        probe,
+        Place(**where) if placed and where is not None else None,
+        answer,
+        bool(said["exact"]) and may_be_exact(answer, probe.value),
+        contains(answer, probe.value),
+    )
 
 
 def _metrics(asked: Sequence[AskedProbe]) -> dict[str, Metric]:

@@ -13,6 +13,7 @@ _DECIMAL = re.compile(r"(?<![\w.])\+?(-?\d+\.\d*?)0*(?![\w]|\.\d)")
 # About what tokenizers make of ids, numbers and words; the same whatever the model.
 _PIECE = re.compile(r"\d|[^\W\d_]{1,5}|[^\w\s]|_")
 _WORD = re.compile(r"[^\W_]+")
+_MARKUP = re.compile(r"[<\[{`]")  # how every marker of thoughts and calls begins
 
 
 def pieces(text: str) -> int:
@@ -54,6 +55,14 @@ def normalise(text: str) -> str:
 
 def is_exact(answer: str, value: str) -> bool:
     return normalise(answer) == normalise(value)
+
+
+def may_be_exact(raw: str, value: str) -> bool:
+    """Whether what a user sees of an answer may be a value and nothing else.
+
+    Which markup a model writes is its own affair: without any, all of an answer is seen.
+    """
+    return is_exact(raw, value) or (contains(raw, value) and bool(_MARKUP.search(raw)))
 
 
 def contains(answer: str, value: str) -> bool:
