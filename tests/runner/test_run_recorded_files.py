@@ -79,6 +79,7 @@ def test_answers_are_those_of_the_file_with_their_phases(tmp_path: Path) -> None
         ([SHORT, {"messages": []}], "line 2: expected an object with a list `messages`"),
         ([{"messages": [{"role": "robot", "content": "x"}]}], "no role among"),
         ([{"messages": [{"role": "user", "content": "x"}]}], "no session with an answer"),
+        ([{"messages": [{"role": "assistant", "content": "x"}]}], "no session with an answer"),
         ([SESSION, SESSION], "the same `id`"),
         ([""], "no session with an answer"),
     ],

@@ -31,7 +31,7 @@ class ChatSession:
         So is what has `weight` 0, as OpenAI's fine-tuning format marks what is read only.
         """
         roles = [message["role"] for message in self.messages]
-        first = roles.index("user") if "user" in roles else 0
+        first = roles.index("user") if "user" in roles else 1  # nothing asks for message 0
         return [
             at
             for at, message in enumerate(self.messages)
