@@ -17,7 +17,7 @@ from agentbench_kv.methods.base import Phase
 from agentbench_kv.methods.spans import Source, TurnNotes
 from agentbench_kv.phases import PhaseMachine, PhaseTable, load_tokenizer, system_tokens
 from agentbench_kv.run.kinds import Labelled
-from agentbench_kv.run.recordings import RecordedTurn, Recording
+from agentbench_kv.run.recordings import RecordedTurn, Recording, refuse_other_labels
 
 
 @dataclass(frozen=True)
@@ -32,13 +32,19 @@ class ExactCalls:
 
 
 def exact_calls(
-    engine: Engine, recordings: Sequence[Recording], protect: str = "", tool_syntax: str = "auto"
+    engine: Engine,
+    recordings: Sequence[Recording],
+    protect: str = "",
+    tool_syntax: str = "auto",
+    closing: str = "",
 ) -> ExactCalls:
     """Play recorded sessions one after the other, with their answers given.
 
-    `protect` is the method's, `tool_syntax` how the recorded calls are written. A KVBenchError if
-    the engine has no room for one, or does not say what it would have drawn.
+    `protect` and `closing` are the method's, `tool_syntax` is how the recorded calls are written. A
+    KVBenchError if the engine has no room for one, or does not say what it would have drawn.
     """
+    if closing:
+        refuse_other_labels(closing)
     table = PhaseTable.for_tokenizer(load_tokenizer(engine.info.model_path), tool_syntax)
     parts: dict[str, tuple[int, int]] = {}
     events, began = 0, time.perf_counter()

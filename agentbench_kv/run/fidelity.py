@@ -25,7 +25,7 @@ from agentbench_kv.engines.embedded.engine import EmbeddedEngine
 from agentbench_kv.engines.embedded.forced import ForcedPlay, Stretch
 from agentbench_kv.engines.embedded.model import LoadedModel, load_model
 from agentbench_kv.errors import ContextLimitError, UsageError, unknown_name
-from agentbench_kv.methods.base import CLOSINGS, PHASE_NAMES, Method, Phase
+from agentbench_kv.methods.base import PHASE_NAMES, Method, Phase
 from agentbench_kv.phases import PhaseTable, load_tokenizer, system_tokens
 from agentbench_kv.registry import load_method, make_method, split_settings
 from agentbench_kv.results.records import KVAccount, Metric, TrialRecord, TrialStatus, Usage
@@ -33,7 +33,7 @@ from agentbench_kv.results.store import RunDir, RunReader, RunStore
 from agentbench_kv.results.summary import GIVEN_TOKENS, Summary, summarize
 from agentbench_kv.run.calibration import calibration_used, identified
 from agentbench_kv.run.provenance import environment
-from agentbench_kv.run.recordings import RecordedTurn, Recording
+from agentbench_kv.run.recordings import RecordedTurn, Recording, refuse_other_labels
 from agentbench_kv.run.runner import refuse_without_messages
 from agentbench_kv.run.spec import RunSpec
 
@@ -62,8 +62,7 @@ class FidelityArm:
         built = make_method(self.method, self.budget, self.settings)
         if built.spans or built.offline:
             raise UsageError(f"method {built.label!r} ranks no rows of a live cache; leave it out")
-        if built.closing_markers != CLOSINGS[0]:
-            raise UsageError(f"closing={built.closing_markers}: sessions are labelled once for all")
+        refuse_other_labels(built.closing_markers)
         spec = RunSpec(
             "embedded", model, built.label, self.budget if built.compresses else None,
             PREFIX + source, params=built.settings(), dtype=dtype, device=device,

@@ -26,7 +26,7 @@ from agentbench_kv.errors import PrerequisiteError, UsageError
 from agentbench_kv.gateway import Gateway
 from agentbench_kv.gateway.client import InProcessClient
 from agentbench_kv.gateway.http import BackgroundServer
-from agentbench_kv.methods.base import Method, Phase
+from agentbench_kv.methods.base import CLOSINGS, Method, Phase
 from agentbench_kv.methods.dropping.policy import DropMethod
 from agentbench_kv.methods.dropping.sidequest import SideQuestPrompted
 from agentbench_kv.phases.syntax import ToolSyntax
@@ -319,6 +319,12 @@ def record_file(
     if len({recording.sample for recording in found}) < len(found):
         raise UsageError(f"{path}: two sessions have the same `id`; give each its own")
     return found
+
+
+def refuse_other_labels(closing: str) -> None:
+    """Refuse a method that reads closing markers otherwise than recordings are labelled."""
+    if closing != CLOSINGS[0]:
+        raise UsageError(f"closing={closing}: sessions are labelled once for all")
 
 
 def refuse_unplayable(method: Method) -> None:

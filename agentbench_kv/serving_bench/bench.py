@@ -27,7 +27,6 @@ from agentbench_kv.engines.serving.wire import read_model
 from agentbench_kv.errors import KVBenchError, PrerequisiteError, UsageError
 from agentbench_kv.gateway import open_gateway
 from agentbench_kv.gateway.http import BackgroundServer, ServerSettings
-from agentbench_kv.methods.base import CLOSINGS
 from agentbench_kv.registry import load_engine, make_method, split_settings
 from agentbench_kv.results.store import RunReader, run_id
 from agentbench_kv.run.calibration import calibrated, calibration_used
@@ -284,13 +283,12 @@ def _quality(run: ServingRun, server: RunningServer) -> Quality:
         return Quality(reason="the weights are random")
     if Capability.FORCE not in engine.info.capabilities:
         return Quality(reason=f"engine {run.plan.engine!r} takes no given answers")
-    if server.closing != CLOSINGS[0]:
-        return Quality(reason=f"closing={server.closing}: sessions are labelled once for all")
     recordings = run.recordings
     if server.shortened is not None:
         recordings = server.shortened[: len(recordings)]
     try:
-        found = exact_calls(engine, recordings, server.protect, run.plan.tool_syntax)
+        about = (server.protect, run.plan.tool_syntax, server.closing)
+        found = exact_calls(engine, recordings, *about)
     except (KVBenchError, OSError, httpx.HTTPError) as error:
         said = " ".join(str(error).split()) or type(error).__name__
         return Quality(reason=said, failed=not isinstance(error, UsageError))
@@ -484,7 +482,7 @@ class RunningServer:
     about: dict[str, Any] = field(default_factory=dict)  # what the engine says of itself
     engine: Engine | None = None  # None of a server by URL
     protect: str = ""  # the method's
-    closing: str = CLOSINGS[0]  # how the method reads closing markers
+    closing: str = ""  # how the method reads closing markers
     # What it is sent of a trace of messages, where its method drops some.
     shortened: tuple[Recording, ...] | None = None
 

@@ -216,3 +216,9 @@ def test_calls_are_labelled_as_they_were_recorded(syntax: str) -> None:
     assert seen == [said[: len(seen[0])]]
     assert len(said) - len(seen[0]) == 1  # the last token was never fed
     assert Phase.ACT in said
+
+
+def test_a_method_that_reads_markers_otherwise_is_not_judged() -> None:
+    engine: Any = SimpleNamespace()
+    with pytest.raises(UsageError, match="closing=next: sessions are labelled once for all"):
+        exact_calls(engine, RECORDED, closing="next")
