@@ -237,6 +237,9 @@ class Task(ABC):
     remembers: ClassVar[bool] = False
     # Trials talk to an HTTP server, because the benchmark runs in a worker process.
     needs_endpoint: ClassVar[bool] = False
+    # Settings that name encoders of figures beside the score. Who marks answers again opens none of
+    # them: `mark` works where they are not, and what they give is as reported.
+    figures_by: ClassVar[frozenset[str]] = frozenset()
     # Score of the corrupt agent in every sample; None if it depends on the sample: then its mean
     # must be below gold's.
     corrupt_score: ClassVar[float | None] = 0.0

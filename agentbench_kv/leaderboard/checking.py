@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -145,10 +146,13 @@ def _check_task(evidence: RunEvidence, rescore: bool, model: Path | None) -> Che
     """Check what needs the task; whatever keeps a run from being re-scored is a `Stop`."""
     spec = evidence.spec
     try:
-        if reason := identity.unfit(spec):
+        named, fit = identity.unfit(spec), identity.without_figures(spec)
+        if reason := identity.unfit(fit):
             yield Stop(reason)
             return
-        with identity.opened(spec) as task:
+        with identity.opened(fit) as task, ExitStack() as stack:
+            # What it is told to mark with is not opened: samples and data are another's to give.
+            marker = task if fit == spec else stack.enter_context(identity.opened(spec))
             samples = identity.find_samples(evidence, task)
             if not isinstance(samples, dict):
                 yield samples
@@ -158,10 +162,12 @@ def _check_task(evidence: RunEvidence, rescore: bool, model: Path | None) -> Che
                 *identity.check_data(evidence, task),
             ]
             if not found:
-                found = list(check_marks(evidence, task, samples))
+                found = list(check_marks(evidence, marker, samples))
             yield from found
             folder = identity.folder_of_model(spec, evidence.info.provenance, model)
-            if obstacle := _obstacle(evidence, rescore):
+            if named:
+                yield Stop(named)
+            elif obstacle := _obstacle(evidence, rescore):
                 yield Stop(obstacle)
             elif folder is None:
                 text = f"the tokenizer of {spec.model} is not here; name its folder with --model"

@@ -82,10 +82,13 @@ def check_spec(evidence: RunEvidence) -> Checks:
             yield Fault("run.json: spec.params.interval", text)
         known = {"method": "full", "budget": None, "params": {}, "calibration": ""}
     try:
-        if unfit(spec):  # what its settings name is not even looked for
+        fit = without_figures(spec)
+        if unfit(fit):  # what its settings name is not even looked for
             known["task_params"] = {}
+        elif fit != spec:  # a name of any folder will do, and nothing opens it
+            load_task(spec.task).create(spec.task_params)
         # Runs of before may spell an engine's own arguments with underscores.
-        wanted = replace(spec, engine_args=spelled_arguments(spec.engine_args), **known)
+        wanted = replace(fit, engine_args=spelled_arguments(spec.engine_args), **known)
         resolved = resolve(wanted, wanted.params)
     except PrerequisiteError as error:
         yield Note(f"the spec cannot be resolved here: {error}")
@@ -220,6 +223,14 @@ def unfit(spec: RunSpec) -> str:
         return ""
     names = ", ".join(sorted(named))
     return f"the task was played with {names}, which is not started for a submission"
+
+
+def without_figures(spec: RunSpec) -> RunSpec:
+    """Return the spec without the encoders of figures beside its task's score."""
+    kind = load_task(spec.task)
+    defaults = kind.create({}).settings()
+    unset = {name: defaults[name] for name in kind.figures_by & spec.task_params.keys()}
+    return replace(spec, task_params={**spec.task_params, **unset})
 
 
 @contextmanager

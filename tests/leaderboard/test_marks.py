@@ -70,6 +70,7 @@ def runs(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path
         "snapkv": ("probe/file", "snapkv", {**file, "trigger": "prefill+every"}, 0),
         "floor": ("probe/file", "full", {**file, "floor": "removed"}, 0),
         "qa": ("locomo/qa", "full", talk, 0),
+        "qa, encoder": ("locomo/qa", "full", {**talk, "similarity_model": "hash"}, 0),
         "no room": ("probe/file", "full", file, NO_ROOM),
         "no room at all": ("locomo/qa", "full", talk, NO_ROOM),
         "one answered": ("locomo/qa", "full", talk, ONE_ANSWERED),
@@ -107,6 +108,7 @@ def forged(
         transcript: Callable[[Document], Any] | None = None,
         *,
         bare: bool = False,
+        info: Callable[[Document], Any] | None = None,
     ) -> list[str]:
         made = forger_of(runs[name], tmp_path / "submission")
         if bare:
@@ -116,14 +118,16 @@ def forged(
             made.trials(trial)
         if transcript is not None:
             made.transcripts(lambda document: transcript(document["transcript"]))
-        verdict = validate(made.cover())
+        if info is not None:
+            made.info(info)
+        verdict = validate(made.cover(rename=info is not None))
         assert all(run.label is Label.SELF_REPORTED for run in verdict.runs)
         return [str(each) for each in verdict.findings]
 
     return check
 
 
-SCORED = ["memart", "full", "snapkv", "floor", "qa", "last one left"]
+SCORED = ["memart", "full", "snapkv", "floor", "qa", "qa, encoder", "last one left"]
 FAILED = ["no room", "no room at all", "one answered", "memart, one of two"]
 
 
@@ -192,6 +196,40 @@ def test_a_figure_that_its_answers_do_not_give_is_found(
 ) -> None:
     found = forged(method, trial=change)
     assert any(finding in each for each in found), found
+
+
+@pytest.mark.parametrize("edited", [False, True], ids=["honest", "edited"])
+@pytest.mark.parametrize(
+    ("name", "setting", "value"),
+    [
+        ("qa", "similarity_model", "/elsewhere/model"),
+        ("memart", "similarity_model", "hash"),
+        ("memart", "bertscore_model", "/elsewhere/model"),
+    ],
+)
+def test_an_encoder_that_is_not_here_keeps_nobody_from_being_marked(
+    name: str,
+    setting: str,
+    value: str,
+    edited: bool,
+    forged: Callable[..., list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise AssertionError("an encoder was opened for a submission")
+
+    for each in ("encoder_sha", "Similarity", "BertScore"):
+        monkeypatch.setattr(f"agentbench_kv.adapters.locomo.task.{each}", refuse)
+
+    def named(info: Document) -> None:
+        info["spec"]["task_params"][setting] = value
+
+    def more(row: Document) -> None:
+        row["metrics"]["f1_right"] = 2.5
+
+    found = forged(name, info=named, trial=more if edited else None)
+    assert bool(found) is edited, found
+    assert all("metrics.f1_right: is 2.5" in each for each in found)
 
 
 def _exact(said: Document) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from agentbench_kv.adapters.base import (
     Fact,
@@ -132,6 +132,7 @@ class LocomoQA(Task):
 
     name = "locomo/qa"
     summary = "LoCoMo: questions about ten long conversations (data from the user)"
+    figures_by: ClassVar[frozenset[str]] = frozenset({"similarity_model", "bertscore_model"})
 
     ingest: str = param(
         "conversation",
