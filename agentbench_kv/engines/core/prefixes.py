@@ -9,22 +9,39 @@ from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
-from agentbench_kv.engines.core.control import SchedulerSession
+from agentbench_kv.engines.core.ledger import SessionLedger
 from agentbench_kv.methods.base import Method
-from agentbench_kv.phases.machine import cut_runs
+from agentbench_kv.phases.machine import PromptPhases, cut_runs
 
 PREFIXES = 16  # that are kept, as long as there is room
 
 
+class PrefixSession(Protocol):
+    """A session that may begin with a prefix, as `SchedulerSession` has it."""
+
+    ledger: SessionLedger
+    prompt: PromptPhases
+    prefix_key: bytes | None
+    prefix_tokens: int
+
+
 def plan_prefix(
-    session: SchedulerSession, method: Method, tokens: Sequence[int], page: int
+    session: PrefixSession,
+    method: Method,
+    tokens: Sequence[int],
+    page: int,
+    *,
+    copies: bool = False,
 ) -> None:
-    """Note what a session that is about to read `tokens` may share: whole pages of its system."""
+    """Note what a session that is about to read `tokens` may share: whole pages of its system.
+
+    `copies` says that the engine copies what an event changes.
+    """
     count = session.prefix_tokens = session.ledger.system // page * page
     session.prefix_key = None
     if session.ledger.fed or method.prefix == "own" or not 0 < count < len(tokens):
         return
-    if method.compresses and not session.ledger.protects(count):
+    if method.compresses and not copies and not session.ledger.protects(count):
         return  # events would evict from them
     runs = cut_runs(session.prompt.runs, count)
     parts = [count, *tokens[:count], *itertools.chain(*runs)]

@@ -158,7 +158,9 @@ class LlamaCppEngine(ServingEngine):
     """Sessions as sequences of one llama.cpp cache."""
 
     capabilities: ClassVar[frozenset[Capability]] = (
-        SPAN_CAPABILITIES | {Capability.FORK, Capability.MEMORY_BLOCKS} | ServingEngine.capabilities
+        SPAN_CAPABILITIES
+        | {Capability.FORK, Capability.MEMORY_BLOCKS, Capability.SHARE_PREFIX}
+        | ServingEngine.capabilities
     )
     takes_arguments: ClassVar[bool] = True  # `cells`
     kv_dtypes: ClassVar[tuple[str, ...]] = tuple(KV_ROW_TYPES)

@@ -23,6 +23,7 @@ from agentbench_kv.engines.core.control import ControlServer
 from agentbench_kv.engines.core.grammar import GrammarVocabulary
 from agentbench_kv.engines.core.host import follow_parent
 from agentbench_kv.engines.core.policy import BackendPolicy
+from agentbench_kv.engines.core.prefixes import PREFIXES
 from agentbench_kv.engines.core.rings import span_attention
 from agentbench_kv.engines.llamacpp.models import KV_ROW_TYPES, ROW_TYPES
 from agentbench_kv.engines.llamacpp.server import library
@@ -66,8 +67,8 @@ class Backend:
         context = Context(
             Path(settings.model),
             cells=settings.cells,
-            # One for every session that generates, some that rest, and the scratch sequence.
-            sequences=2 * settings.sessions + 2,
+            # One for every session that generates, some that rest, prefixes, and a scratch one.
+            sequences=2 * settings.sessions + PREFIXES + 3,
             row_type={**ROW_TYPES, **KV_ROW_TYPES}[settings.kv_dtype or settings.dtype],
             flash=bool(settings.kv_dtype),  # without it llama.cpp quantises no values
             batch=STEP_TOKENS,
@@ -96,6 +97,7 @@ class Backend:
                 lambda: spans.attention(r["session"], r["spans"], r["layers"], r["decay"])
             ),
             "fork": lambda r: call(lambda: scheduler.fork(r["session"], r["new"])),
+            "drop_prefixes": lambda _: call(scheduler.drop_prefixes),
             "rewind": lambda r: call(lambda: scheduler.rewind(r["session"], r["length"])),
             "embed_tokens": lambda r: self._embeddings.rows(r["tokens"]),
             **self._memories.handlers(),

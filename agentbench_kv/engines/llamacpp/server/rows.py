@@ -28,6 +28,9 @@ class SequenceRows:
 
     A fork has its source's cells. To drop one or to decode behind them changes nothing for others;
     whoever writes to a cell, or gives it another label, copies it first if others have it.
+
+    Sessions may begin with the rows of a *prefix*. They are in common as long as the cells are: an
+    event leaves those alone that it keeps in every head.
     """
 
     def __init__(self, cells: Cells) -> None:
@@ -40,7 +43,10 @@ class SequenceRows:
         self.next = self.first  # RoPE position of the next token
         self._table = torch.zeros(4, 0, dtype=torch.int64)  # cells, labels, RoPE, logical
         self._stand_ins = False
-        self._parked: Blob | None = None
+        self._parked: list[Blob] | None = None  # the rows in common by themselves, then the others
+        self.prefix: SequenceRows | None = None  # that it began with
+        self._begun = 0  # how many of its first rows are still that
+        self._came = 0  # rows in common as it was parked
 
     @property
     def cells(self) -> Tensor:
@@ -74,6 +80,17 @@ class SequenceRows:
         return 0 if self._parked is not None else int((self._cells.holders[self.cells] > 1).sum())
 
     @property
+    def common(self) -> int:
+        """First rows that it has in common with others, of those that it began with.
+
+        While it is parked: those that it will find again.
+        """
+        if self._parked is not None:
+            return self._came if self.prefix is not None and self.prefix.live else 0
+        held = self._cells.holders[self.cells[: self._begun]] > 1
+        return int(held.cumprod(0).sum())
+
+    @property
     def stand_ins(self) -> int:
         """Rows whose label is another one's; of sessions whose heads hold the same tokens."""
         return int((self.labels != self.rope).sum())
@@ -98,16 +115,35 @@ class SequenceRows:
         twin = SequenceRows(self._cells)
         twin.next, twin._table, twin._stand_ins = self.next, self._table.clone(), self._stand_ins
         twin.first = self.first
-        twin._parked = self._parked
+        twin.prefix, twin._begun = self.prefix, self._begun
+        twin._parked, twin._came = self._parked, self._came
         if self._parked is not None or not self.live:
             return twin
         if sequence < 0:
-            twin._parked = self._cells.save(self.sequence, [(-1, -1)])
+            twin._parked, twin._came = self._copies()
             return twin
         twin.sequence = sequence
         self._cells.context.share(self.sequence, sequence)
         self._cells.holders[self.cells] += 1
         return twin
+
+    def begin_with(self, prefix: SequenceRows) -> None:
+        """Have the rows of a prefix; it holds none yet."""
+        self.next, self._table = prefix.next, prefix._table.clone()
+        self.has_begun_with(prefix)
+        self._join(prefix.live)
+
+    def has_begun_with(self, prefix: SequenceRows) -> None:
+        """Take in that the first rows, in the same cells already, are a prefix's."""
+        self.prefix, self._begun = prefix, prefix.live
+
+    def _join(self, rows: int) -> None:
+        """Take the first rows of the prefix again, as they stand in the table."""
+        assert self.prefix is not None
+        cells, end = self.prefix.cells[:rows], int(self.prefix.labels[rows - 1]) + 1
+        self._cells.context.share(self.prefix.sequence, self.sequence, -1, end)
+        self._cells.holders[cells] += 1
+        self._table[0, :rows] = cells
 
     def begin_behind(self, rows: int) -> None:
         """Leave the first positions of a session that has none yet to rows from elsewhere."""
@@ -138,9 +174,18 @@ class SequenceRows:
     def park(self) -> None:
         """Move all rows out of the cache, to the last bit; what others share stays in it too."""
         if self.live:
-            self._parked = self._cells.save(self.sequence, [(-1, -1)])
+            self._parked, self._came = self._copies()
             self._leave()
         self.sequence = -1
+
+    def _copies(self) -> tuple[list[Blob], int]:
+        """Copy all rows out of the cache: those in common by themselves, and how many they are."""
+        common = self.common
+        if common in (0, self.live):
+            return [self._cells.save(self.sequence, [(-1, -1)])], common
+        cut = int(self.labels[common])
+        spans = [(-1, cut)], [(cut, -1)]
+        return [self._cells.save(self.sequence, span) for span in spans], common
 
     def _leave(self) -> None:
         """Let go of all cells."""
@@ -150,12 +195,17 @@ class SequenceRows:
     def unpark(self, sequence: int) -> None:
         """Move all rows back, under another sequence."""
         self.sequence = sequence
-        blob, self._parked = self._parked, None
-        if blob is not None:
+        row, blobs = self.common, self._parked or []
+        self._parked = None
+        if row:  # they are still there
+            self._join(row)
+            blobs = blobs[1:]
+        for blob in blobs:
             # Rows of a blob are in the order of the cells they came from.
             cells = self._cells.load(sequence, blob)
             self._cells.holders[cells] += 1
-            self._table[0] = cells[blob.positions.argsort()]
+            self._table[0, row : row + blob.tokens] = cells[blob.positions.argsort()]
+            row += blob.tokens
 
     def free(self) -> None:
         if self.sequence >= 0:
@@ -169,19 +219,32 @@ class SequenceRows:
         return self._cells.values[layer][:, self.cells]
 
     def keep(self, kept: Tensor, positions: Tensor, extras: Sequence[Tensor], *, sort: bool) -> int:
-        """Move the kept rows to the session's last cells and let go of the others."""
-        self._own(self._written(kept, sort=sort))
-        moved = self._cells.compact(self.cells, kept, (positions, *extras), sort=sort)
-        self.keep_last(kept.shape[-1])
+        """Move the kept rows to the session's last cells and let go of the others.
+
+        Rows in common that all heads keep stay where they are.
+        """
+        first = self._staying(kept)
+        kept = kept[..., first:] - first
+        self._own(first + self._written(kept, self.live - first, sort=sort))
+        tensors = [tensor[..., first:] for tensor in (positions, *extras)]
+        moved = self._cells.compact(self.cells[first:], kept, tensors, sort=sort)
+        self.keep_last(kept.shape[-1], first)
         return moved
 
-    def keep_last(self, budget: int) -> None:
-        """Drop all rows but those with the largest labels, which a compaction filled."""
-        self._select(torch.arange(self.live) >= self.live - budget)
+    def _staying(self, kept: Tensor) -> int:
+        """Return how many rows in common there are, if ascending sets begin with all of them."""
+        rows = self.common
+        stay = 0 < rows < kept.shape[-1] and bool((kept[..., rows - 1] == rows - 1).all())
+        return rows if stay else 0
 
-    def _written(self, kept: Tensor, *, sort: bool) -> Tensor:
+    def keep_last(self, budget: int, first: int = 0) -> None:
+        """Drop all rows but the first ones and those with the largest labels, the compacted."""
+        rows = torch.arange(self.live)
+        self._select((rows < first) | (rows >= self.live - budget))
+
+    def _written(self, kept: Tensor, live: int, *, sort: bool) -> Tensor:
         """Return which rows a compaction writes to, in any head: places of others' tokens."""
-        live, budget = self.live, kept.shape[-1]
+        budget = kept.shape[-1]
         last = torch.arange(live - budget, live)
         if sort:
             stay = (kept == last).flatten(0, -2).all(0)
@@ -201,6 +264,7 @@ class SequenceRows:
         llama.cpp itself would turn the keys, and for everybody.
         """
         blob, left = self._save(rows), runs(self.labels[rows].tolist())
+        self._begun = min(self._begun, int(rows[0]))
         blob.set_positions(labels)
         for start, end in left:
             self._cells.context.remove(self.sequence, start, end)
@@ -264,6 +328,7 @@ class SequenceRows:
         for start, end in runs(self.labels[~kept].tolist()):
             self._cells.context.remove(self.sequence, start, end)
         self._cells.holders[self.cells[~kept]] -= 1
+        self._begun = int(kept[: self._begun].cumprod(0).sum())
         self._table = self._table[:, kept]
 
     def _anchor(self) -> None:

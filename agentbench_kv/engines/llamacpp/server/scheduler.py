@@ -7,7 +7,6 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -18,105 +17,24 @@ from agentbench_kv.engines.core.commands import CommandQueue
 from agentbench_kv.engines.core.ledger import Eviction, EvictionOrder
 from agentbench_kv.engines.core.memory import SessionMemory
 from agentbench_kv.engines.core.policy import BackendPolicy
-from agentbench_kv.engines.core.rings import RowShape
+from agentbench_kv.engines.core.rings import RingWrite, RowShape
 from agentbench_kv.engines.core.rows import Fed, WorkerRows
+from agentbench_kv.engines.llamacpp.server.admission import Admission
 from agentbench_kv.engines.llamacpp.server.cells import Cells
 from agentbench_kv.engines.llamacpp.server.context import Context, DecodeAbortedError, DecodeBatch
-from agentbench_kv.engines.llamacpp.server.session import BackendGeneration, BackendSession, Stream
+from agentbench_kv.engines.llamacpp.server.prefixes import SequencePrefixes
+from agentbench_kv.engines.llamacpp.server.session import (
+    PREFILL_CHUNK,
+    BackendGeneration,
+    BackendSession,
+    Stream,
+)
 from agentbench_kv.errors import CapacityError, KVBenchError, UsageError
-from agentbench_kv.methods.base import Method, QueryKind
+from agentbench_kv.methods.base import QueryKind
 from agentbench_kv.phases.machine import PromptPhases
 
-PREFILL_CHUNK = 512
 STEP_TOKENS = 1024
 ASK_S = 0.005  # longest wait for sessions whose reader has not asked for the next token yet
-
-
-class Admission:
-    """Cells and sequences of one context, lent to sessions.
-
-    A session at rest whose cells are needed is parked: its rows are copied out of the cache and put
-    back by its next turn, to the last bit. Sessions that generate are never touched. Cells that
-    several sessions share count once; whoever generates under a method that compresses may have to
-    copy all of its shared ones.
-    """
-
-    def __init__(self, cells: Cells, method: Method) -> None:
-        self._cells = cells
-        self._context = context = cells.context
-        self._copies = method.compresses
-        self._sequences = list(range(context.scratch))
-        self.parkings = 0  # how often a session was parked
-
-    def admit(self, generation: BackendGeneration, sessions: Collection[BackendSession]) -> bool:
-        """Lend a session its cells; False if it must wait, CapacityError if nothing else runs."""
-        session = generation.session
-        need = session.ledger.rows_needed(session.pending, generation.sampling.max_tokens)
-        if not self.bring_in(session, need, sessions, self._copied(session)):
-            if any(each.generating for each in sessions):
-                return False
-            raise CapacityError(
-                f"the KV cache holds {self._context.cells} tokens, session {session.name} needs "
-                f"{need}; lower --budget or --max-tokens, or give more: --engine-arg cells=N"
-            )
-        session.reserved, session.generating = need, True
-        return True
-
-    def bring_in(
-        self,
-        session: BackendSession,
-        need: int,  # rows that it may come to hold
-        sessions: Collection[BackendSession],
-        copies: int = 0,  # shared ones among them that it may have to copy
-    ) -> bool:
-        """Bring `session` in, parking resting ones, oldest first; False if there is no room now."""
-        others = [each for each in sessions if each is not session]
-        generating = [each for each in others if each.generating]
-        if sum(each.reserved for each in generating) + need > self._context.cells:
-            return False
-        resting = [each for each in others if not each.generating and each.rows.sequence >= 0]
-        resting.sort(key=lambda each: each.used)
-
-        def crowded() -> bool:
-            own = need - session.rows.resident + min(copies, session.rows.shared)
-            return self._cells.used + own + sum(map(self._growth, generating)) > self._context.cells
-
-        while resting and (self._lacks_sequence(session) or crowded()):
-            leaving = resting.pop(0)
-            self._sequences.append(leaving.rows.sequence)
-            leaving.rows.park()
-            self.parkings += 1
-        if self._lacks_sequence(session):
-            return False
-        if session.rows.sequence < 0:
-            session.rows.unpark(self._sequences.pop())
-        return True
-
-    def lend(self) -> int:
-        """Lend a fork a sequence; -1 if none is left."""
-        return self._sequences.pop() if self._sequences else -1
-
-    def _growth(self, session: BackendSession) -> int:
-        """Return how many free cells a session that generates may still take."""
-        return session.reserved - session.rows.resident + self._copied(session)
-
-    def _copied(self, session: BackendSession) -> int:
-        """Return how many shared cells it may have to copy, or to take others for."""
-        return session.rows.shared if self._copies or session.memory is not None else 0
-
-    def settle(self, session: BackendSession) -> None:
-        """Take back what a session reserved for its turn and does not hold."""
-        session.reserved, session.generating = session.rows.live, False
-
-    def release(self, session: BackendSession) -> None:
-        """Take a session's sequence back; its rows are gone."""
-        if session.rows.sequence >= 0:
-            self._sequences.append(session.rows.sequence)
-            session.rows.sequence = -1
-        session.reserved, session.generating = 0, False
-
-    def _lacks_sequence(self, session: BackendSession) -> bool:
-        return session.rows.sequence < 0 and not self._sequences
 
 
 class BatchScheduler:
@@ -143,7 +61,8 @@ class BatchScheduler:
         rows = RowShape(*sizes, torch.float32, torch.device("cpu"))
         self.policy = policy
         self.worker = WorkerRows(policy, rows, self.cells.form.frequencies.float())
-        self.admission = Admission(self.cells, policy.method)
+        self.prefixes = SequencePrefixes(policy.method, self.worker, self.context.scratch)
+        self.admission = Admission(self.cells, policy.method, self.prefixes)
         needed = policy.method.query_plan().kind is not QueryKind.NONE
         self.context.watch.want_queries(needed)
 
@@ -151,6 +70,7 @@ class BatchScheduler:
         """Go on with another method; on the own thread."""
         if self.sessions:
             raise UsageError(f"{len(self.sessions)} sessions are open; close them first")
+        self.prefixes.clear()
         self._use(policy)
 
     def start(self, request: dict[str, Any], sampling: Sampling, stream: Stream) -> None:
@@ -169,6 +89,7 @@ class BatchScheduler:
             session.prompt = PromptPhases(**request["phases"])
             # After a loss the whole session is one prefill.
             session.begin_turn(len(request["tokens"]) if session.ledger.fed else session.pending)
+            self.prefixes.plan(session)
             given = deque(request["given"])
             wants = request["predict"]
             self._waiting.append(BackendGeneration(session, sampling, stream, given, wants))
@@ -237,6 +158,10 @@ class BatchScheduler:
         session = BackendSession(name, self.policy.method, self.cells, self._bytes)
         session.attach(memory)
         self.sessions[name] = session
+
+    def drop_prefixes(self) -> None:
+        """Drop the prefixes that no session has; on the own thread."""
+        self.prefixes.drop_unread()
 
     def stats(self, name: str) -> KVStats | None:
         """Return a session's accounting; on the own thread."""
@@ -320,14 +245,18 @@ class BatchScheduler:
             self._work.wait(waited)
 
     def _admit(self) -> None:
-        while self._waiting:
+        for generation in list(self._waiting):
+            if not self.prefixes.ready(generation.session):
+                continue  # others, behind it, need not wait for who computes what it begins with
             try:
-                if not self.admission.admit(self._waiting[0], self.sessions.values()):
+                if not self.admission.admit(generation, self.sessions.values()):
                     return
             except KVBenchError as error:
-                self._fail(self._waiting.popleft(), error)
+                self._waiting.remove(generation)
+                self._fail(generation, error)
             else:
-                self._running.append(self._waiting.popleft())
+                self._waiting.remove(generation)
+                self._running.append(generation)
 
     def _abandon(self, session: BackendSession) -> None:
         """End what is left of a session's last generation: its caller has gone on already."""
@@ -340,13 +269,14 @@ class BatchScheduler:
             self._finish(generation)
         else:
             self._waiting.remove(generation)
+            self.prefixes.give_up(generation.session)
             generation.stream.end()
 
     def _plan(self) -> list[BackendGeneration]:
         batch: list[BackendGeneration] = []
         left = STEP_TOKENS
         for generation in self._running:
-            rows = min(generation.session.pending, PREFILL_CHUNK)
+            rows = generation.session.next_rows
             if generation.stream.ready and not generation.stream.closed and rows <= left:
                 batch.append(generation)
                 left -= rows
@@ -359,7 +289,7 @@ class BatchScheduler:
             session, start = generation.session, len(packed.tokens)
             session.before_forward()
             seen, first = session.ledger.fed, session.rows.next
-            tokens = session.tokens[seen : seen + PREFILL_CHUNK]
+            tokens = session.tokens[seen : seen + session.next_rows]
             packed.tokens += tokens
             packed.positions += range(first, first + len(tokens))
             packed.sequences += [session.rows.sequence] * len(tokens)
@@ -395,14 +325,22 @@ class BatchScheduler:
         """Record where the rows went, and keep the queries that the method wants."""
         prompts = {session.name: session.prompt for session, _, _ in parts}
         write = self.worker.feed([fed for _, fed, _ in parts], prompts)
-        watch, shape = self.context.watch, self.context.shape
+        watch = self.context.watch
         cells = watch.cells()
         for session, _, part in parts:
             session.fed(cells[part])
             if (again := session.looked()) is not None:
                 self.worker.rewind(session.name, again)
-        if not watch.wants_queries:
-            return
+        if watch.wants_queries:
+            self._keep_queries(parts, write)
+        for session, _, _ in parts:
+            self.prefixes.take(session)
+
+    def _keep_queries(
+        self, parts: list[tuple[BackendSession, Fed, slice]], write: RingWrite | None
+    ) -> None:
+        """Store those of a forward's queries that the method wants, and sums of their attention."""
+        watch, shape = self.context.watch, self.context.shape
         for layer in range(shape.layers):
             queries = shape.in_halves(watch.queries(layer, shape.query_heads))
             if write is not None:
@@ -436,6 +374,7 @@ class BatchScheduler:
     def _finish(self, generation: BackendGeneration) -> None:
         session = generation.session
         self._running.remove(generation)
+        self.prefixes.give_up(session)
         self._event(session, session.ledger.end_turn())
         self.admission.settle(session)
         generation.stream.end()
@@ -443,6 +382,7 @@ class BatchScheduler:
     def _fail(self, generation: BackendGeneration, error: Exception) -> None:
         if generation in self._running:
             self._running.remove(generation)
+        self.prefixes.give_up(generation.session)
         generation.stream.fail(error)
 
     def _break(self, batch: list[BackendGeneration], error: Exception) -> None:

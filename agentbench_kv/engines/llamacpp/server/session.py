@@ -24,6 +24,7 @@ from agentbench_kv.engines.sampling import Sampler
 from agentbench_kv.methods.base import Method
 from agentbench_kv.phases.machine import PromptPhases
 
+PREFILL_CHUNK = 512
 _clock = itertools.count(1)
 
 
@@ -32,6 +33,7 @@ class BackendSession:
 
     def __init__(self, name: str, method: Method, cells: Cells, size: int) -> None:
         self.name = name
+        self._method = method
         self.prompt = PromptPhases()
         self.tokens: list[int] = []  # given or generated; the last ones may not be fed yet
         self.rows = SequenceRows(cells)
@@ -43,6 +45,10 @@ class BackendSession:
         self.reserved = 0  # rows it may come to hold before its turn ends
         self.generating = False  # admitted, and not ended
         self.used = 0  # rises with every turn: the smallest was not used for longest
+        # Tokens and phases of the rows that it may share, until it has begun; None: it shares none.
+        self.prefix_key: bytes | None = None
+        self.prefix_tokens = 0
+        self.computes_prefix = False  # for the sessions that need it, too
 
     @property
     def pending(self) -> int:
@@ -65,6 +71,37 @@ class BackendSession:
         self.memory = memory
         self.rows.begin_behind(memory.rows)
         self.ledger.restore(memory.rows)
+
+    @property
+    def next_rows(self) -> int:
+        """How many tokens the next forward is fed: a prefix ends with one."""
+        rows = min(self.pending, PREFILL_CHUNK)
+        return min(rows, self.prefix_tokens - self.ledger.fed) if self.computes_prefix else rows
+
+    @property
+    def rows_elsewhere(self) -> int:
+        """Rows in common with others that it will never have to copy."""
+        return self.leaves_prefix(self.rows.common)
+
+    def leaves_prefix(self, rows: int) -> int:
+        """Return so many first rows if nothing that falls due changes them, else none."""
+        method = self._method
+        kept = not method.compresses or self.ledger.protects(rows)
+        return rows if kept and method.positions != "cache" else 0
+
+    def begin_with(self, prefix: BackendSession) -> None:
+        """Go on from a prefix, as if it had been fed; it has a sequence, and no rows yet."""
+        self.rows.begin_with(prefix.rows)
+        self.ledger.find(prefix.ledger.fed, prefix.ledger.fed)
+        self.prefix_key = None
+
+    def leave_prefix(self, name: str, sequence: int) -> BackendSession:
+        """Return what was fed as a prefix, which others begin with."""
+        self.prefix_key, self.computes_prefix = None, False
+        prefix = self.fork(name, sequence)
+        del prefix.tokens[prefix.ledger.fed :]
+        self.rows.has_begun_with(prefix.rows)
+        return prefix
 
     @property
     def positions_taken(self) -> int:
@@ -149,7 +186,7 @@ class BackendSession:
 
     def stats(self) -> KVStats:
         snapshot = self.ledger.snapshot()
-        snapshot.logical = len(self.tokens)
+        snapshot.logical, snapshot.shared = len(self.tokens), self.rows.common
         return snapshot
 
 
