@@ -33,6 +33,7 @@ from agentbench_kv.conformance.driver import TraceRecorder, plain_phases, read_k
 from agentbench_kv.engines.base import Engine, EngineOptions, Sampling
 from agentbench_kv.engines.embedded.engine import EmbeddedEngine
 from agentbench_kv.engines.embedded.model import LoadedModel, load_model, wrap_model
+from agentbench_kv.engines.llamacpp.engine import LlamaCppEngine
 from agentbench_kv.engines.serving.engine import ServingEngine
 from agentbench_kv.engines.sglang.engine import SglangEngine
 from agentbench_kv.engines.vllm.engine import VllmEngine
@@ -41,11 +42,13 @@ from agentbench_kv.methods.spans import TurnNotes
 from agentbench_kv.phases import TokenPhases
 from agentbench_kv.registry import make_method
 
-# Servers, and what each calls the longest session.
+# Servers, and what each calls the longest session; "" needs not be told.
 SERVERS: dict[str, tuple[type[ServingEngine], str]] = {
     "vllm": (VllmEngine, "max-model-len"),
     "sglang": (SglangEngine, "context-length"),
+    "llamacpp": (LlamaCppEngine, ""),
 }
+OWN_FULL = ("embedded", "llamacpp")  # whose `full` is no server as shipped
 PROMPT, ANSWER = 64, 160  # tokens of a session's own
 LOOK_S = 0.2  # between two looks at what is held
 ROOM = 160  # rows of the budget beyond the system message
@@ -106,7 +109,8 @@ class ServerArms:
         self._engine = engine
         self._options = partial(
             EngineOptions, model, device="cpu", dtype="float32", concurrency=sessions,
-            max_live_tokens=sessions * (longest + 64), engine_args={length: str(longest + 64)},
+            max_live_tokens=sessions * (longest + 64),
+            engine_args={length: str(longest + 64)} if length else {},
         )  # fmt: skip
 
     @contextmanager
@@ -166,13 +170,13 @@ def play(arm: Arm, sessions: int, system: list[int]) -> tuple[dict[str, float], 
 
 
 def arms(engine: str, system: int) -> dict[str, Method]:
-    full = "full" if engine == "embedded" else "full-constrained"
+    full = "full" if engine in OWN_FULL else "full-constrained"
     found = {
         f"{name} {prefix}": make_method(name, size, {"prefix": prefix})
         for prefix in ("shared", "own")
         for name, size in ((full, None), ("agentkv@system", system + ROOM))
     }
-    return found if engine == "embedded" else {**found, "full": make_method("full", None)}
+    return found if engine in OWN_FULL else {**found, "full": make_method("full", None)}
 
 
 def main() -> None:
