@@ -201,6 +201,28 @@ def test_a_prefix_makes_room_once_nobody_generates_behind_it(shared: Callable[..
     assert found == wanted
 
 
+def test_who_comes_back_from_host_memory_finds_its_prefix(shared: Callable[..., Any]) -> None:
+    """What makes room for it is another session at rest, not the prefix that nobody else has."""
+    system = ids(16, 300)
+    with started(EmbeddedEngine, make_method("full", None)) as alone:
+        wanted = [play(alone, "a", system, 1)]
+        extend(alone, "a", [5])
+        wanted.append([answer(alone, "a", 30)])
+    with shared("full", cells=1024) as engine:
+        found = [play(engine, "a", system, 1)]
+        begin(engine, "large", [], ids(17, 680))
+        answer(engine, "large", 20)
+        assert engine.pool()["parked"] == 1
+        held = engine.pool()["total_blocks"] - engine.pool()["free_blocks"]
+        assert held == 300 + 699
+        extend(engine, "a", [5])
+        found.append([answer(engine, "a", 30)])
+        assert engine.pool()["parked"] == 1
+        stats = engine.stats("a")
+        assert (stats.shared, stats.recomputed) == (300, 0)
+    assert found == wanted
+
+
 def test_more_prefixes_than_are_kept(shared: Callable[..., Any]) -> None:
     systems = [ids(50 + number, 60) for number in range(20)]
     with shared("full") as engine:

@@ -69,8 +69,8 @@ class Admission:
             own = need - held + min(copies, session.rows.shared)
             return self._cells.used + own + sum(map(self._growth, generating)) > self._context.cells
 
-        while self._lacks_sequence(session) or crowded():
-            if self._prefixes.make_room(session):
+        while (full := crowded()) or self._lacks_sequence(session):
+            if full and self._prefixes.make_room(session):
                 continue
             if not resting:
                 break

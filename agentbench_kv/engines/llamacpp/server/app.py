@@ -68,7 +68,7 @@ class Backend:
             Path(settings.model),
             cells=settings.cells,
             # One for every session that generates, some that rest, prefixes, and a scratch one.
-            sequences=2 * settings.sessions + PREFIXES + 3,
+            sequences=2 * (settings.sessions + PREFIXES + 1) + 2,
             row_type={**ROW_TYPES, **KV_ROW_TYPES}[settings.kv_dtype or settings.dtype],
             flash=bool(settings.kv_dtype),  # without it llama.cpp quantises no values
             batch=STEP_TOKENS,

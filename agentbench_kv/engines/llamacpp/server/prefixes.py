@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from agentbench_kv.engines.core.prefixes import PREFIXES, PrefixTable, plan_prefix
 from agentbench_kv.engines.core.rows import WorkerRows
+from agentbench_kv.engines.llamacpp.server.rows import SequenceRows
 from agentbench_kv.engines.llamacpp.server.session import BackendSession
 from agentbench_kv.methods.base import Method
 
@@ -41,9 +42,10 @@ class SequencePrefixes:
     def __init__(self, method: Method, worker: WorkerRows, scratch: int) -> None:
         self._method = method
         self._worker = worker
-        self._table: PrefixTable[BackendSession, SequencePrefix] = PrefixTable()
+        self._keys: dict[SequenceRows | None, bytes] = {}  # of those that are there
         # One is stored before the one that makes room for it is dropped.
         count = min(PREFIXES + 1, scratch // 2) if method.prefix == "shared" else 0
+        self._table: PrefixTable[BackendSession, SequencePrefix] = PrefixTable(count - 1)
         self.first_sequence = scratch - count  # all before it are sessions'
         self._sequences = list(range(self.first_sequence, scratch))
 
@@ -73,12 +75,10 @@ class SequencePrefixes:
             return
         if session.ledger.fed < session.prefix_tokens:
             return
-        if not self._sequences:
-            self.give_up(session)
-            return
         name = f"kvbench prefix {next(_numbers)}"
         prefix = session.leave_prefix(name, self._sequences.pop())
         self._worker.fork(session.name, name)
+        self._keys[prefix.rows] = key
         self._table.store(key, SequencePrefix(prefix, self._release))
 
     def begin(self, session: BackendSession, prefix: BackendSession) -> None:
@@ -93,7 +93,7 @@ class SequencePrefixes:
 
     def make_room(self, session: BackendSession) -> bool:
         """Drop a prefix that nobody has, but for the session's; False if there is none."""
-        return self._table.make_room(session.prefix_key)
+        return self._table.make_room(self._keys.get(session.rows.prefix, session.prefix_key))
 
     def drop_unread(self) -> None:
         """Drop all that nobody has."""
@@ -104,6 +104,7 @@ class SequencePrefixes:
         self._table.clear()
 
     def _release(self, prefix: BackendSession) -> None:
+        del self._keys[prefix.rows]
         self._sequences.append(prefix.rows.sequence)
         prefix.rows.free()
         self._worker.drop(prefix.name)
