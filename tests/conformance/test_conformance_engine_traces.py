@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from agentbench_kv.accounting import KVEvent
 from agentbench_kv.analysis.traces import CacheEvent
 from agentbench_kv.conformance.driver import (
     Driver,
@@ -18,6 +19,7 @@ from agentbench_kv.conformance.driver import (
     takes_recorder,
 )
 from agentbench_kv.conformance.engines.checks import check_leaks
+from agentbench_kv.conformance.engines.comparison import accounting_problem
 from agentbench_kv.conformance.engines.fixture import CONTEXT, VOCAB, load_network, write_model
 from agentbench_kv.engines.base import EngineOptions, KVStats
 from agentbench_kv.engines.embedded.engine import EmbeddedEngine
@@ -33,6 +35,22 @@ def test_files_are_read_in_order_and_by_the_whole_name(tmp_path: Path) -> None:
     kept = read_kept(tmp_path, ["a/b~1"])
     assert [int(each[0, 0, 0]) for each in kept] == [1, 2]
     assert read_kept(tmp_path, ["a/b"]) == []
+
+
+@pytest.mark.parametrize(
+    ("moved", "expected", "events", "right"),
+    [(0, 0, 0, True), (9, 4, 1, True), (9, 0, 1, True), (0, 9, 1, False), (9, 0, 0, False)],
+)
+def test_rows_move_with_events_and_where_the_reference_moves_some(
+    moved: int, expected: int, events: int, right: bool
+) -> None:
+    """Where all that stays is the first rows, only who fills the cache from its end moves any."""
+    found = [KVEvent(1, 20, 20, 10, rows_moved=n) for n in (expected, moved)]
+    stats = [
+        KVStats(events=[event] * events, rows_moved=event.rows_moved, live=10) for event in found
+    ]
+    problem = accounting_problem(SessionTrace(stats=stats[0]), SessionTrace(stats=stats[1]))
+    assert (problem == "") is right
 
 
 def test_engines_in_this_process_take_a_recorder() -> None:

@@ -101,8 +101,10 @@ def _figures_problem(want: KVStats, got: KVStats) -> str:
     ]
     if _events(got) != _events(want):
         wrong.append(f"events {_events(got)}, expected {_events(want)}")
-    if bool(got.rows_moved) != bool(want.rows_moved):
-        wrong.append(f"rows_moved {got.rows_moved}, the embedded engine's {want.rows_moved}")
+    # Rows that stay together need no move on an engine that fills a cache from their side.
+    moved, expected = got.rows_moved, want.rows_moved
+    if bool(moved) < bool(expected) or (moved and not got.events):
+        wrong.append(f"rows_moved {moved}, the embedded engine's {expected}")
     return "; ".join(wrong)
 
 
