@@ -216,8 +216,10 @@ def folder_of_model(
 def unfit(spec: RunSpec) -> str:
     """Say why a task is not to be started with a submission's settings; empty if it may be."""
     defaults = load_task(spec.task).create({}).settings()
-    named = [n for n in spec.task_params if n in _ELSEWHERE and spec.task_params[n] != defaults[n]]
-    if any(sign in str(spec.task_params.get("corpus", "")) for sign in ("/", "\\", "..", "~")):
+    # What a task has not is no reason to leave it alone: its settings are refused.
+    known = {name: spec.task_params[name] for name in defaults.keys() & spec.task_params.keys()}
+    named = [name for name in known.keys() & _ELSEWHERE if known[name] != defaults[name]]
+    if any(sign in str(known.get("corpus", "")) for sign in ("/", "\\", "..", "~")):
         named.append("corpus")
     if not named:
         return ""
@@ -250,6 +252,8 @@ def find_samples(evidence: RunEvidence, task: Task) -> dict[str, Sample] | Stop 
         recorded = evidence.info.provenance.get("task")
         said = isinstance(recorded, dict) and recorded.get("questions") == MADE
         here = task.provenance().get("questions") == MADE
+        if said != here and "source" not in task.settings():
+            return Fault("run.json: provenance.task.questions", "are made, and the task makes none")
         if said != here:
             what = "made questions" if said else "the benchmark's"
             return Stop(f"what {spec.task} needs is not here: the run had {what}")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from agentbench_kv.adapters.browser.questions import MADE
 from agentbench_kv.adapters.data import VARIABLE
 from agentbench_kv.adapters.probe.asking import stands
 from agentbench_kv.adapters.probe.questions import Probe
@@ -230,6 +231,26 @@ def test_an_encoder_that_is_not_here_keeps_nobody_from_being_marked(
     found = forged(name, info=named, trial=more if edited else None)
     assert bool(found) is edited, found
     assert all("metrics.f1_right: is 2.5" in each for each in found)
+
+
+@pytest.mark.parametrize("setting", ["corpus", "judge", "web"])
+def test_a_setting_that_the_task_has_not_keeps_nobody_from_being_marked(
+    setting: str, forged: Callable[..., list[str]]
+) -> None:
+    def named(info: Document) -> None:
+        info["spec"]["task_params"][setting] = "../elsewhere"
+
+    found = forged("qa", info=named, trial=lambda row: row.update(score=0.9))
+    assert any(setting in each for each in found), found
+
+
+def test_made_questions_of_a_task_that_makes_none_keep_nobody_from_being_marked(
+    forged: Callable[..., list[str]],
+) -> None:
+    def made(info: Document) -> None:
+        info["provenance"]["task"]["questions"] = MADE
+
+    assert forged("qa", info=made, trial=lambda row: row.update(score=0.9))
 
 
 def _exact(said: Document) -> None:

@@ -131,17 +131,16 @@ class SequenceRows:
         """Have the rows of a prefix; it holds none yet."""
         self.next, self._table = prefix.next, prefix._table.clone()
         self.has_begun_with(prefix)
-        self._join(prefix.live)
+        self._join(prefix, prefix.live)
 
     def has_begun_with(self, prefix: SequenceRows) -> None:
         """Take in that the first rows, in the same cells already, are a prefix's."""
         self.prefix, self._begun = prefix, prefix.live
 
-    def _join(self, rows: int) -> None:
-        """Take the first rows of the prefix again, as they stand in the table."""
-        assert self.prefix is not None
-        cells, end = self.prefix.cells[:rows], int(self.prefix.labels[rows - 1]) + 1
-        self._cells.context.share(self.prefix.sequence, self.sequence, -1, end)
+    def _join(self, prefix: SequenceRows, rows: int) -> None:
+        """Have the cells of a prefix's first rows for one's own, which the table knows."""
+        cells, end = prefix.cells[:rows], int(prefix.labels[rows - 1]) + 1
+        self._cells.context.share(prefix.sequence, self.sequence, -1, end)
         self._cells.holders[cells] += 1
         self._table[0, :rows] = cells
 
@@ -197,8 +196,8 @@ class SequenceRows:
         self.sequence = sequence
         row, blobs = self.common, self._parked or []
         self._parked = None
-        if row:  # they are still there
-            self._join(row)
+        if self.prefix is not None and row:  # they are still there
+            self._join(self.prefix, row)
             blobs = blobs[1:]
         for blob in blobs:
             # Rows of a blob are in the order of the cells they came from.
