@@ -176,6 +176,11 @@ class RunEvidence:
         return self.policy is not None and self.policy.exec == "text"
 
     @property
+    def shares(self) -> bool:
+        """Whether sessions may hold first rows in common."""
+        return self.spec.params.get("prefix") == "shared"
+
+    @property
     def passes(self) -> int:
         """How often each prompt is read."""
         return memory_method(self.spec.built_method).passes if self.keeps_banks else 1

@@ -91,6 +91,7 @@ class _RecordedSession:
     waiting: int = 0  # tokens the cache does not hold yet: a prompt, and what was generated last
     prompt: int = 0
     gone: set[int] = field(default_factory=set)  # positions that were evicted
+    begun: int = 0  # tokens of system messages that it began with: the most that others had
 
     @property
     def length(self) -> int:
@@ -101,7 +102,8 @@ class RecordedEngine(base.Engine):
     """Replays recorded ids; the k-th generation of a session id is its k-th record.
 
     `info` is of the engine that is stood in for; `ledger` makes the account of a session; `banks`
-    are those of a method with a memory.
+    are those of a method with a memory. With `shares` accounts say the most that a session can have
+    found in a shared prefix: what it did hangs on who came before.
     """
 
     def __init__(
@@ -110,8 +112,11 @@ class RecordedEngine(base.Engine):
         info: base.EngineInfo,
         ledger: Callable[[], SessionLedger],
         banks: RecordedBanks | None = None,
+        *,
+        shares: bool = False,
     ) -> None:
         self.info = info
+        self._shares = shares
         self._banks = banks
         self._recorded = recorded
         self._ledger = ledger
@@ -205,6 +210,8 @@ class RecordedEngine(base.Engine):
     def stats(self, session: str) -> base.KVStats:
         state = self._sessions[session]
         stats = replace(state.ledger.snapshot(), logical=state.length)
+        if self._shares:
+            stats.cached_tokens, stats.shared = state.begun, state.ledger.system
         # The engine without a model holds what it wrote last, too.
         return replace(stats, live=state.length) if self.info.name == "scripted" else stats
 
@@ -240,6 +247,8 @@ class _RecordedGeneration(base.Generation):
 
     def __iter__(self) -> Iterator[int]:
         state = self.state
+        if not state.ledger.fed:
+            state.begun += state.ledger.system
         state.ledger.begin_turn(state.prompt, state.passes)
         state.prompt = 0
         for count, token in enumerate(self.ids, start=1):
@@ -283,7 +292,9 @@ class Replay:
         )
         banks = RecordedBanks(memory_method(spec.built_method)) if evidence.keeps_banks else None
         self._recall = None if banks is None else RecallCheck(evidence, folder, banks)
-        self._engine = RecordedEngine(self._recorded, info, self._ledger, banks)
+        self._engine = RecordedEngine(
+            self._recorded, info, self._ledger, banks, shares=evidence.shares
+        )
         # What the model says beside a session is in no record: it said nothing.
         self._gateway = _ReplayGateway(
             self._engine,
@@ -408,6 +419,10 @@ class Replay:
         for name, one, other in pairs:
             if not alike(one, other):
                 yield differs(place(key, name), one, other)
+        for name in () if said.kv.recomputed else ("cached_tokens", "shared"):
+            if (value := getattr(said.kv, name)) > (most := getattr(derived.kv, name)):
+                text = f"is {value}, more than the {most} of the system message"
+                yield Fault(place(key, f"kv.{name}"), text)
 
     def _compare_turns(self, key: TrialKey, derived: list[TurnRecord]) -> Checks:
         names = ["prompt_tokens", "output_tokens", "phases"]

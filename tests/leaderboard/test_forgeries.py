@@ -13,7 +13,8 @@ import pytest
 from agentbench_kv.leaderboard import validate
 from agentbench_kv.results.store import transcript_name
 from agentbench_kv.results.submissions import Label
-from agentbench_kv.run.spec import RunSpec
+from agentbench_kv.run.runner import run_one
+from agentbench_kv.run.spec import RunSpec, resolve
 
 Forgery = Callable[[Any, dict[str, Path]], None]
 
@@ -563,3 +564,35 @@ def test_what_no_record_can_disprove_is_labelled(
     (run,) = verdict.runs
     assert run.label is label
     assert any(note in each for each in run.notes) or not note
+
+
+@pytest.mark.parametrize(
+    ("prefix", "name", "value", "found"),
+    [
+        ("shared", "cached_tokens", None, False),
+        ("shared", "cached_tokens", 500, True),
+        ("shared", "shared", 500, True),
+        ("own", "cached_tokens", 0, False),
+        ("own", "cached_tokens", 100, True),
+        ("own", "shared", 100, True),
+    ],
+)
+def test_no_more_was_shared_than_a_system_message(
+    prefix: str,
+    name: str,
+    value: int | None,
+    found: bool,
+    forger_of: Callable[..., Any],
+    tmp_path: Path,
+) -> None:
+    settings = {"protect": "system", "prefix": prefix, "interval": "64"}
+    values = {"engine": "embedded", "model": "micro", "task": "micro/recall-1k", "limit": 2}
+    spec = resolve(RunSpec(method="agentkv", budget=512, **values), settings)
+    run_one(spec, tmp_path, lambda *_: None)
+    forged = forger_of(tmp_path / spec.id, tmp_path / "submission")
+    rows = forged.lines("samples.jsonl")
+    assert bool(rows[0]["kv"]["shared"]) is (prefix == "shared")
+    if value is not None:
+        forged.trials(lambda row: row["kv"].update({name: value}))
+    findings = [str(each) for each in validate(forged.cover()).findings]
+    assert any(f"kv.{name}: is" in each for each in findings) is found, findings
