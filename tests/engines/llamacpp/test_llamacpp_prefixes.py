@@ -180,6 +180,21 @@ def test_sessions_that_come_together_compute_it_once_and_hold_it_once(
         assert (held, engine.pool()["free_blocks"]) == (600, pool["total_blocks"])
 
 
+@pytest.mark.parametrize(
+    ("name", "settings"), [("agentkv", EVERY), ("streamingllm@paper", {"interval": "16"})]
+)
+def test_nothing_is_shared_that_would_be_copied_where_copies_have_no_room(
+    name: str, settings: dict[str, str], shared: Callable[..., Any]
+) -> None:
+    system = ids(18, 600)
+    with started(EmbeddedEngine, make_method(name, 640, settings)) as alone:
+        wanted = [play(alone, each, system, i) for i, each in enumerate("ab")]
+    with shared(name, 640, cells=768, **settings) as engine:
+        assert [play(engine, each, system, i) for i, each in enumerate("ab")] == wanted
+        assert engine.stats("b").cached_tokens == 0
+        assert engine.stats("b").events
+
+
 def test_a_prefix_makes_room_once_nobody_generates_behind_it(shared: Callable[..., Any]) -> None:
     """Sessions at rest that have it leave the cache with a copy, and are the same when back."""
     first, second = ids(3, 500), ids(4, 500)

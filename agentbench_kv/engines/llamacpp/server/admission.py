@@ -42,7 +42,10 @@ class Admission:
                 f"{need}; lower --budget or --max-tokens, or give more: --engine-arg cells=N"
             )
         if prefix is not None:
-            self._prefixes.begin(session, prefix)
+            if prefix.rows.live:
+                self._prefixes.begin(session, prefix)
+            else:  # there was no room beside it
+                self._prefixes.give_up(session)
         session.reserved, session.generating = need, True
         return True
 
@@ -57,15 +60,18 @@ class Admission:
         """Bring `session` in, parking resting ones, oldest first; False if there is no room now."""
         others = [each for each in sessions if each is not session]
         generating = [each for each in others if each.generating]
-        found = session.leaves_prefix(prefix.rows.live) if prefix else session.rows_elsewhere
-        basis = prefix.rows if prefix else session.rows.prefix
-        if self._together(generating, need - found, (basis, found)) > self._context.cells:
+
+        def left() -> int:  # rows in cells of its prefix that it will leave there
+            return session.leaves_prefix(prefix.rows.live) if prefix else session.rows_elsewhere
+
+        begun = (prefix.rows if prefix else session.rows.prefix, left())
+        if self._together(generating, need - left(), begun) > self._context.cells:
             return False
         resting = [each for each in others if not each.generating and each.rows.sequence >= 0]
         resting.sort(key=lambda each: each.used)
 
         def crowded() -> bool:
-            held = session.rows.resident or found
+            held = session.rows.resident or left()
             own = need - held + min(copies, session.rows.shared)
             return self._cells.used + own + sum(map(self._growth, generating)) > self._context.cells
 
@@ -73,6 +79,9 @@ class Admission:
             if full and self._prefixes.make_room(session):
                 continue
             if not resting:
+                # Rows that would be copied have no room beside the copies.
+                if full and self._prefixes.clear():
+                    continue
                 break
             leaving = resting.pop(0)
             self._sequences.append(leaving.rows.sequence)
@@ -100,6 +109,14 @@ class Admission:
             own += each.reserved - rows
             common[each.rows.prefix] = max(rows, common.get(each.rows.prefix, 0))
         return own + sum(common.values())
+
+    def may_leave(self, session: BackendSession, sessions: Collection[BackendSession]) -> bool:
+        """Whether there is room for what a session would have to copy of a prefix it leaves now."""
+        rows = session.ledger.fed
+        if session.leaves_prefix(rows):
+            return True
+        growth = sum(self._growth(each) for each in sessions if each.generating)
+        return self._cells.used + growth + rows <= self._context.cells
 
     def lend(self) -> int:
         """Lend a fork a sequence; -1 if none is left."""

@@ -68,13 +68,13 @@ class SequencePrefixes:
         stored = None if key is None or session.computes_prefix else self._table.find(key)
         return None if stored is None else stored.session
 
-    def take(self, session: BackendSession) -> None:
-        """Store the prefix that a session has computed, if it has just come to its end."""
-        key = session.prefix_key
-        if key is None or not session.computes_prefix:
-            return
-        if session.ledger.fed < session.prefix_tokens:
-            return
+    def ended(self, session: BackendSession) -> bytes | None:
+        """Return the key of the prefix whose last token a session has just been fed, if it has."""
+        at_end = session.computes_prefix and session.ledger.fed == session.prefix_tokens
+        return session.prefix_key if at_end else None
+
+    def take(self, session: BackendSession, key: bytes) -> None:
+        """Store the prefix that a session has come to the end of."""
         name = f"kvbench prefix {next(_numbers)}"
         prefix = session.leave_prefix(name, self._sequences.pop())
         self._worker.fork(session.name, name)
@@ -99,9 +99,11 @@ class SequencePrefixes:
         """Drop all that nobody has."""
         self._table.drop_unread()
 
-    def clear(self) -> None:
-        """Drop all."""
+    def clear(self) -> bool:
+        """Drop all, whoever has them; False if there was none."""
+        found = bool(self._keys)
         self._table.clear()
+        return found
 
     def _release(self, prefix: BackendSession) -> None:
         del self._keys[prefix.rows]
