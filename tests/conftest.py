@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import sys
@@ -40,12 +41,15 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _ctrl_c() -> Iterator[None]:
-    """Give back what `cli.main` sets for the end of a process, which here is not one."""
-    before = signal.getsignal(signal.SIGINT)
+def _process_of_its_own() -> Iterator[None]:
+    """Give back what `cli.main` sets up for its process, which here plays many tests."""
+    before, log = signal.getsignal(signal.SIGINT), logging.getLogger("agentbench_kv")
+    handlers, level = log.handlers.copy(), log.level
     yield
     if signal.getsignal(signal.SIGINT) is not before:
         signal.signal(signal.SIGINT, before)
+    log.handlers[:] = handlers
+    log.setLevel(level)
 
 
 _ODD: list[Any] = [

@@ -59,8 +59,9 @@ def silence(stream: TextIO) -> None:
         stream.flush()
     except (OSError, ValueError):
         with suppress(OSError, ValueError):
+            number = stream.fileno()  # some have none, and a file opened for them would stay open
             null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, stream.fileno())
+            os.dup2(null, number)
             os.close(null)
 
 

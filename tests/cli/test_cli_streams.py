@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -135,3 +136,19 @@ def test_notes_never_raise(tmp_path: Path) -> None:
     closed = (tmp_path / "closed").open("w")
     closed.close()
     assert Notes(closed).write("said") == 4
+
+
+def test_a_stream_without_a_number_costs_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one in memory that is closed: for each line a file was opened, and stayed open."""
+    gone, opened = io.TextIOWrapper(io.BytesIO()), list[Any]()
+    gone.close()
+
+    def note(path: Any, *args: Any, opens: Callable[..., int] = os.open, **named: Any) -> int:
+        opened.append(path)
+        return opens(path, *args, **named)
+
+    monkeypatch.setattr(os, "open", note)
+    notes = Notes(gone)
+    assert notes.write("said") == 4
+    notes.flush()
+    assert os.devnull not in opened
