@@ -1,6 +1,6 @@
 """How often the statistics are wrong: coverage, false verdicts, power, false differences.
 
-    python benchmarks/intervals.py [--draws 4000] [--only levels,changes,power,tables]
+    python benchmarks/intervals.py [--draws 4000] [--only levels,counts,changes,power,tables]
 
 Prints the tables of docs/results.md. `tests/results/test_results_stats_coverage.py` runs the same
 functions with fewer draws. Everything is seeded; 4,000 draws take about half an hour on one core.
@@ -71,6 +71,31 @@ def repeated_coverage(kind: str, n: int, draws: int) -> list[float]:
     for share in SHARES:
         found = (level(scores(REPEATED[kind](rng, n, share))) for _ in range(draws))
         covered.append(float(np.mean([ends.low <= share <= ends.high for ends in found])))
+    return covered
+
+
+UNLIKE = {"all alike": None, "differ": 10.0, "differ much": 2.0}  # weight of the beta distribution
+FEW = tuple(product((3, 5, 10, 20), (20, 150)))  # samples, questions of each
+
+
+def counted_coverage(samples: int, questions: int, kind: str, draws: int) -> list[float]:
+    """Return the simulated coverage of right answers among many of few samples, by share right.
+
+    As evidence that was found, or questions that were attempted, in a few conversations.
+    """
+    rng, weight = np.random.default_rng(samples), UNLIKE[kind]
+    covered = []
+    for share in (0.1, 0.5, 0.9):
+        held = 0
+        for _ in range(draws):
+            ease = (share,) * samples
+            if weight is not None:
+                ease = rng.beta(weight * share, weight * (1 - share), samples)
+            right = rng.binomial(questions, ease)
+            counts = {f"s{i}": (float(k), float(questions)) for i, k in enumerate(right)}
+            found = level(Scores.of_counts(counts))
+            held += found.low <= share <= found.high
+        covered.append(held / draws)
     return covered
 
 
@@ -268,6 +293,16 @@ def print_levels(draws: int) -> None:
         )
 
 
+def print_counts(draws: int) -> None:
+    """Print coverage of levels of many questions in few samples."""
+    print("| samples | questions of each | right | mean coverage | least |")
+    print("|--:|--:|---|--:|--:|")
+    for (samples, questions), kind in product(FEW, UNLIKE):
+        found = counted_coverage(samples, questions, kind, draws)
+        row = f"| {samples} | {questions} | {kind} | {np.mean(found):.1%} | {min(found):.1%} |"
+        print(row, flush=True)
+
+
 def print_changes(draws: int) -> None:
     """Print coverage of levels and changes, and false verdicts, in every shape."""
     print("| shape | level | change | false ok | false regression | width, points |")
@@ -303,6 +338,7 @@ def print_tables(draws: int) -> None:
 
 PARTS: dict[str, Callable[[int], None]] = {
     "levels": print_levels,
+    "counts": print_counts,
     "changes": print_changes,
     "power": print_power,
     "tables": print_tables,

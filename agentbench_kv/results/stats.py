@@ -103,8 +103,10 @@ class Scores:
     ) -> Self:
         """Take right and asked of each sample; one that was asked nothing drops out."""
         parts = {name: pair for name, pair in counts.items() if pair[1] > 0}
-        whole = {name: pair for name, pair in parts.items() if pair[0] % 1 == pair[1] % 1 == 0}
-        return cls(parts, {name: asked for name, (_, asked) in whole.items()}, groups or {})
+        # A sum of graded answers may come to a whole number, too: counts do so everywhere.
+        whole = all(right % 1 == asked % 1 == 0 for right, asked in parts.values())
+        items = {name: asked for name, (_, asked) in parts.items()} if whole else {}
+        return cls(parts, items, groups or {})
 
     def only(self, samples: set[str]) -> Scores:
         parts = {name: pair for name, pair in self.parts.items() if name in samples}
@@ -465,12 +467,14 @@ def _mean(
     known = items > 0
     alone = np.where(known, point * (1 - point) / np.where(known, items, 1), (values - point) ** 2)
     independent = float(weights**2 @ alone / total**2)
-    count = float(total**2 / (weights**2 @ (1 / np.where(known, items, 1.0))))
+    answers = float(total**2 / (weights**2 @ (1 / np.where(known, items, 1.0))))
     effect = variance / independent if independent > _SAME else 1.0
-    count /= min(max(effect, 1.0), max(count / number, 1.0))
-    # Repeats tell more of the variance than their samples do, and less than independent answers
-    # would: between the two, where coverage of 3 trials and of 20 questions a sample is best.
-    freedom = min(count, 2 * number) - 1 if grouped is None else number - 1
+    count = answers / min(max(effect, 1.0), max(answers / number, 1.0))
+    freedom = number - 1.0
+    if grouped is None:
+        # A few repeats tell more of the variance than their samples do, and less than independent
+        # answers would; of many, only how samples differ is left. See decision 28.
+        freedom = min(count - 1, freedom * (1 + 3 * number / answers))
     return _Mean(point, variance, count, _t(confidence, freedom))
 
 

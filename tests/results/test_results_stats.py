@@ -212,6 +212,13 @@ def test_sub_scores_weigh_samples_by_what_they_asked() -> None:
     assert gap.point == pytest.approx(-1 / 7)
 
 
+def test_graded_answers_that_come_to_a_whole_number_are_no_counts() -> None:
+    """Their interval would be a third narrower."""
+    others = {"b": (9.558, 81.0), "c": (18.392, 152.0)}
+    whole, near = (level(Scores.of_counts({"a": (sum_, 152.0), **others})) for sum_ in (19, 19.001))
+    assert (whole.low, whole.high) == pytest.approx((near.low, near.high), abs=1e-3)
+
+
 def test_a_size_change_is_the_ratio_of_the_means() -> None:
     rng = np.random.default_rng(2)
     base = {f"s{i}": float(v) for i, v in enumerate(rng.uniform(900, 1100, 40))}

@@ -47,6 +47,15 @@ def test_levels_of_three_trials_cover_as_they_say(kind: str, n: int) -> None:
     assert min(covered) >= 0.84  # that of 100 by 3
 
 
+@pytest.mark.parametrize("kind", intervals.UNLIKE)
+@pytest.mark.parametrize(("samples", "questions"), intervals.FEW)
+def test_many_questions_of_few_samples_are_no_many_samples(
+    samples: int, questions: int, kind: str
+) -> None:
+    covered = intervals.counted_coverage(samples, questions, kind, 200)
+    assert np.mean(covered) >= (0.86 if kind == "differ much" else 0.92)
+
+
 @pytest.mark.parametrize("shape", list(intervals.shapes()), ids=lambda shape: shape.name)
 def test_no_shape_of_data_makes_false_verdicts(shape: object) -> None:
     found = intervals.rates(shape, 250)
