@@ -501,6 +501,34 @@ def check_trap_12_holes() -> Any:
     return {"before": before, "after": after, "same": same}
 
 
+def check_descent() -> Any:
+    """What an event leaves at the top goes down, as far as rows are nobody else's."""
+    found = {}
+    for flash, row_type in ((False, F32), (True, F16), (True, Q8)):
+        said, tops, bytes_ = [], [], []
+        for moves in (False, True):
+            scene = Scene(row_type, flash)
+            other = scene.session(1)
+            scene.feed(TEXT[:100], other)
+            scene.rows.drop(scene.rows.rope < 360)
+            sides = scene.rows, other
+            for side in sides * moves:
+                side.descend(0)
+            tops.append(int(torch.cat([side.cells for side in sides]).max()))
+            if row_type != Q8:
+                bytes_.append(
+                    torch.cat([torch.stack(scene.cells.read(s.cells), -1) for s in sides], 2)
+                )
+            said.append(torch.cat([scene.feed(NEXT, side) for side in sides]))
+            scene.close()
+        found[f"{row_type}{flash}"] = {
+            "tops": tops,
+            "same": row_type == Q8 or bool(torch.equal(*bytes_)),
+            "difference": largest(*said),
+        }
+    return found
+
+
 def check_trap_14_another_build() -> Any:
     found = {}
     for name, wrong in (("PINNED", "0.3.35"), ("GGML_VERSION", "0.1.0")):

@@ -83,7 +83,14 @@ class Walk:
             if self.free and one.live:
                 things["fork"] = lambda: self.fork(one)
             if one.live > 6:
-                for each in (self.rewind, self.evict, self.pack, self.keep, self.keep):
+                for each in (
+                    self.rewind,
+                    self.evict,
+                    self.pack,
+                    self.descend,
+                    self.keep,
+                    self.keep,
+                ):
                     things[each.__name__] = lambda each=each: each(one)  # type: ignore[misc]
                 if one not in self.mixed:
                     things["bring back"] = lambda: self.bring_back(one)
@@ -180,6 +187,14 @@ class Walk:
         values = self.bytes[rows][1]
         rows.pack()
         assert bool(torch.equal(self.read(rows)[1], values))
+        return rows
+
+    def descend(self, rows: SequenceRows) -> SequenceRows:
+        table, shared = rows._table[1:].clone(), rows.shared
+        rows.descend(0)
+        self.same("descend", rows, self.bytes[rows])
+        assert bool(torch.equal(rows._table[1:], table))
+        assert rows.shared == shared
         return rows
 
     def keep(self, rows: SequenceRows) -> SequenceRows:

@@ -176,6 +176,15 @@ def test_trap_12_parking_closes_holes(checks: dict[str, Any]) -> None:
     assert checks["trap_12_holes"] == {"before": 399, "after": 49, "same": True}
 
 
+@pytest.mark.parametrize("layout", ["0False", "1True", "8True"])
+def test_rows_go_down_to_holes_with_the_same_bytes(checks: dict[str, Any], layout: str) -> None:
+    found = checks["descent"][layout]
+    assert found["tops"] == [499, 139]  # of 140 rows
+    assert found["same"]
+    # Where halves are summed, in another order of cells.
+    assert found["difference"] <= (1e-5 if layout == "0False" else 3e-2)
+
+
 @pytest.mark.parametrize("part", ["PINNED", "GGML_VERSION", "magic", "length"])
 def test_trap_14_another_build_is_refused(checks: dict[str, Any], part: str) -> None:
     assert checks["trap_14_another_build"][part]

@@ -273,6 +273,29 @@ def test_a_span_method_goes_on_after_its_backend_was_killed_between_turns(
     assert stats.live <= 128
 
 
+@pytest.mark.parametrize("how", ["events", "spans"])
+def test_attention_goes_over_what_is_left_of_long_prompts(
+    how: str, engines: Callable[..., Engine]
+) -> None:
+    """Rows that stayed lay behind all that had gone, and every step went over that, too."""
+    snapkv = make_method("snapkv", 128, {"trigger": "prefill+every"})
+    method = snapkv if how == "events" else RESIDENT_PLAIN
+    engine = engines(LlamaCppEngine, method, max_live_tokens=4096)
+    names = [f"long{how}{seed}" for seed in range(3)]
+    for seed, name in enumerate(names):
+        engine.open(name, TokenPhases())
+        turn(engine, name, words(1200, seed), 20)
+    for name in names * (how == "spans"):
+        engine.evict_spans(name, [(4, 1100)])
+    pool = engine.pool()
+    used = pool["total_blocks"] - pool["free_blocks"]
+    assert 300 < used < 600
+    assert pool["attended_blocks"] <= 256 * (used // 256 + 2)
+    for name in names:
+        engine.close(name)
+    assert engine.pool()["attended_blocks"] == 0
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_rewound_sessions_are_the_embedded_engines_wherever_their_rows_are(
     seed: int, engines: Callable[..., Engine]

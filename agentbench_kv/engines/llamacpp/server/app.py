@@ -191,6 +191,7 @@ class SpanCommands:
             rows.pack()
         session.ledger.evict(rows.live)
         self._settle(session, before)
+        self._scheduler.descend()
         return before - rows.live
 
     def restore(self, name: str, start: int, data: bytearray, at: int | None) -> None:

@@ -21,6 +21,7 @@ from agentbench_kv.kernels.layout import PagedRows
 # Marks the rows of a blob, so that they are found again in the cache: high half of 8 bytes.
 TAG = 0x6B76_6265 << 32
 LOST = "a restored block is not where it was put"
+PADDING = 256  # cells that llama.cpp's attention goes further by at a time
 SEARCHED = 1024  # cells that are searched at once; llama.cpp takes low ones first
 
 
@@ -40,6 +41,12 @@ class Cells:
     def used(self) -> int:
         """Cells that are rows of any session."""
         return int(self.holders.count_nonzero())
+
+    @property
+    def attended(self) -> int:
+        """Cells that the attention of every step goes over: up to the highest that is used."""
+        used = self.holders.nonzero()
+        return 0 if not len(used) else (int(used[-1]) // PADDING + 1) * PADDING
 
     @cached_property
     def keys(self) -> tuple[Tensor, ...]:

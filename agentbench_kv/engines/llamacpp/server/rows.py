@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from agentbench_kv.engines.llamacpp.server.blob import Blob
-from agentbench_kv.engines.llamacpp.server.cells import Cells
+from agentbench_kv.engines.llamacpp.server.cells import PADDING, Cells
 
 
 class SequenceRows:
@@ -322,6 +322,18 @@ class SequenceRows:
         shape = self._cells.form.shape
         shifts = (places - self.rope).expand(shape.layers, shape.kv_heads, -1)
         self.rotate(shifts)
+
+    def descend(self, slack: int = PADDING) -> None:
+        """Move rows that lie far above as many cells as are used, and are nobody else's, down.
+
+        A step's attention goes up to the highest cell that any session uses. Nothing is moved
+        within `slack` cells.
+        """
+        cells = self.cells
+        high = (cells >= self._cells.used + slack) & (self._cells.holders[cells] == 1)
+        if bool(high.any()):
+            rows = high.nonzero()[:, 0]
+            self._put_back(rows, self.labels[rows])
 
     def _select(self, kept: Tensor) -> None:
         for start, end in runs(self.labels[~kept].tolist()):

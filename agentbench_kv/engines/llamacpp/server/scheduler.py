@@ -185,6 +185,7 @@ class BatchScheduler:
         return {
             "total_blocks": self.context.cells,
             "free_blocks": self.context.cells - self.cells.used,
+            "attended_blocks": self.cells.attended,
             "sessions": len(self.sessions),
             "parked": sum(s.rows.resident < s.rows.live for s in self.sessions.values()),
             "parkings": self.admission.parkings,
@@ -375,6 +376,13 @@ class BatchScheduler:
         order = EvictionOrder(session.name, number, eviction, blocks=[])
         moved = self.worker.remove(order, session.rows)
         session.ledger.moved(number, moved)
+        self.descend()
+
+    def descend(self) -> None:
+        """Have rows lie low after an eviction, whose cells others fill; on the own thread."""
+        for session in self.sessions.values():
+            if session.rows.resident:
+                session.rows.descend()
 
     def _finish(self, generation: BackendGeneration) -> None:
         session = generation.session
