@@ -126,6 +126,18 @@ def _named(arm: Arm, names: Sequence[str]) -> bool:
     return arm.name in names or arm.name.partition(" ")[0] in names
 
 
+def check_arms(
+    names: Sequence[str], engines: Sequence[str], prompts: Sequence[int], budgets: Sequence[int]
+) -> None:
+    """Refuse names that are no arm's; nothing would be measured, or less than was asked for."""
+    pairs = product(engines, prompts)
+    offered = [arm for engine, prompt in pairs for arm in arms_of(engine, prompt, budgets)]
+    for name in names:
+        if not any(_named(arm, [name]) for arm in offered):
+            known = ", ".join(dict.fromkeys(arm.name for arm in offered))
+            raise UsageError(f"--arm {name!r}: there is none; these are: {known}")
+
+
 def command_of(cell: Cell, args: argparse.Namespace, longest: int) -> list[str]:
     """Return how a user would measure a cell; `longest` are the tokens of its longest session."""
     sizes: dict[str, dict[str, Any]] = {
@@ -246,6 +258,7 @@ def run(args: argparse.Namespace) -> None:
     places = {place: (model, prompt, longest) for place, model, prompt, longest in prepared(args)}
     asked = [(place, model, prompt) for place, (model, prompt, _) in places.items()]
     environment = {**os.environ, "OMP_NUM_THREADS": str(args.threads)}
+    check_arms(args.arm, args.engine, [prompt for _, _, prompt in asked], args.budget)
     plan = list(cells(asked, args.engine, args.repeats, args.arm, args.budget))
     for number, cell in enumerate(plan, start=1):
         if not cell.due(retry=args.retry):

@@ -82,6 +82,15 @@ def test_every_cell_comes_once_before_any_comes_twice(tmp_path: Path) -> None:
     assert [cell.arm.name for cell in some] == ["full kv=fp8", "agentkv 256", "agentkv 512"]
 
 
+def test_an_arm_that_is_none_is_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It was measured in silence: not at all."""
+    shapes.check_arms(["agentkv", "snapkv 256", "full@prefix"], ("vllm", "llamacpp"), [512], [256])
+    words = ["run", "--model", "micro", "--prompt", "1k", "--engine", "embedded", "--sessions", "1"]
+    assert shapes.main([*words, "--out", str(tmp_path), "--arm", "snapkv@1024"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: --arm 'snapkv@1024': there is none; these are: full, ")
+
+
 def test_what_is_left_is_told_by_what_was_measured(tmp_path: Path) -> None:
     plan = list(shapes.cells([(tmp_path, "m", 8192)], ("embedded", "vllm"), 2, ["full"]))
     assert shapes.time_left(plan, plan) == "8 left, at least 0.0 h"
