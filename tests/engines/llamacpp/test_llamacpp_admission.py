@@ -62,12 +62,7 @@ class Room:
         while session.pending:
             free = (self.cells.holders == 0).nonzero()[: session.next_rows, 0]
             session.fed(free)
-            if (key := self.prefixes.ended(session)) is None:
-                continue
-            if self.admission.may_leave(session, self.sessions.values()):
-                self.prefixes.take(session, key)
-            else:
-                self.prefixes.give_up(session)
+            self.admission.leave_prefix(session, self.sessions.values())
 
 
 def room(cells: int, name: str = "full", budget: int | None = None, **settings: str) -> Room:

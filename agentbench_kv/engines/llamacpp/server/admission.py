@@ -110,8 +110,16 @@ class Admission:
             common[each.rows.prefix] = max(rows, common.get(each.rows.prefix, 0))
         return own + sum(common.values())
 
-    def may_leave(self, session: BackendSession, sessions: Collection[BackendSession]) -> bool:
-        """Whether there is room for what a session would have to copy of a prefix it leaves now."""
+    def leave_prefix(self, session: BackendSession, sessions: Collection[BackendSession]) -> None:
+        """Leave a prefix to others as its last token was fed, where copies of it have room."""
+        if (key := self._prefixes.ended(session)) is None:
+            return
+        if self._may_leave(session, sessions):
+            self._prefixes.take(session, key)
+        else:
+            self._prefixes.give_up(session)
+
+    def _may_leave(self, session: BackendSession, sessions: Collection[BackendSession]) -> bool:
         rows = session.ledger.fed
         if session.leaves_prefix(rows):
             return True

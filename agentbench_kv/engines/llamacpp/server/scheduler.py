@@ -335,12 +335,7 @@ class BatchScheduler:
         if watch.wants_queries:
             self._keep_queries(parts, write)
         for session, _, _ in parts:
-            if (key := self.prefixes.ended(session)) is None:
-                continue
-            if self.admission.may_leave(session, self.sessions.values()):
-                self.prefixes.take(session, key)
-            else:
-                self.prefixes.give_up(session)
+            self.admission.leave_prefix(session, self.sessions.values())
 
     def _keep_queries(
         self, parts: list[tuple[BackendSession, Fed, slice]], write: RingWrite | None
