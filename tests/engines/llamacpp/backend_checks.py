@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -828,13 +829,13 @@ class Readers:
         asked |= {"predict": False}
         self.scheduler.start(asked, Sampling(8), stream)
 
-    def start_together(self, *names: str) -> None:
-        """Queue generations while a step is under way, so that they share the next one."""
-        for name in names:
-            threading.Thread(target=self.start, args=(name, TEXT), daemon=True).start()
+    def start_together(self, **prompts: list[int]) -> None:
+        """Queue generations, in this order, while a step is under way."""
         until = time.monotonic() + LONG
-        while len(self.scheduler._commands) < len(names) and time.monotonic() < until:
-            time.sleep(0.01)
+        for queued, (name, tokens) in enumerate(prompts.items()):
+            threading.Thread(target=self.start, args=(name, tokens), daemon=True).start()
+            while len(self.scheduler._commands) <= queued and time.monotonic() < until:
+                time.sleep(0.01)
 
     def hang_up(self, name: str) -> None:
         self.streams[name].closed = True
@@ -851,7 +852,7 @@ def check_hanging_up_ends_a_chunk() -> Any:
     watch.holds = True
     readers.start("first", TEXT)
     found = {"held": watch.within.wait(LONG)}
-    readers.start_together("a", "b")
+    readers.start_together(a=TEXT, b=TEXT)
     watch.within.clear()
     readers.hang_up("first")
     found["shared"] = readers.ended("first") and watch.within.wait(LONG)
@@ -867,6 +868,31 @@ def check_hanging_up_ends_a_chunk() -> Any:
     same = readers.said["a"] == readers.said["b"] == readers.said["other"]
     return found | {"told": [b"".join(each).decode() for each in told], "same": same,
                     "tokens": len(readers.said["other"]) - 1}  # fmt: skip
+
+
+def check_long_prompts_are_read_one_after_another() -> Any:
+    """How many tokens of two long prompts, and of a short one behind them, each step is fed."""
+    watch = Holding()
+    readers = Readers(watch)
+    context, steps = readers.scheduler.context, []
+    decode = context.decode
+
+    def noted(batch: DecodeBatch) -> torch.Tensor:
+        steps.append(Counter(batch.sequences))
+        return decode(batch)
+
+    context.decode = noted
+    watch.holds = True
+    readers.start("held", TEXT)
+    held = watch.within.wait(LONG)
+    readers.start_together(first=TEXT * 3, second=TEXT * 3, short=TEXT[:100])
+    watch.holds = False
+    readers.hang_up("held")
+    names = ("first", "second", "short")
+    ended = readers.ended(*names)
+    sessions = readers.scheduler.sessions
+    fed = {name: [step[sessions[name].rows.sequence] for step in steps[1:]] for name in names}
+    return {"held": held, "ended": ended, "fed": fed}
 
 
 def trap_1_abort() -> None:

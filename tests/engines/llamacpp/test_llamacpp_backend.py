@@ -269,3 +269,12 @@ def test_a_chunk_ends_when_everybody_in_it_has_hung_up(checks: dict[str, Any]) -
     assert found["ended"]
     assert set(found["told"]) == {'{"done": true}\n'}
     assert (found["same"], found["tokens"]) == (True, 8)
+
+
+def test_of_prompts_longer_than_a_chunk_one_is_read_at_a_time(checks: dict[str, Any]) -> None:
+    found = checks["long_prompts_are_read_one_after_another"]
+    assert found["held"]
+    assert found["ended"]
+    assert found["fed"]["first"][:4] == [512, 512, 176, 1]
+    assert found["fed"]["second"][:6] == [0, 0, 512, 512, 176, 1]
+    assert found["fed"]["short"][:3] == [100, 1, 1]

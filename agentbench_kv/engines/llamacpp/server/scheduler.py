@@ -274,13 +274,19 @@ class BatchScheduler:
             generation.stream.end()
 
     def _plan(self) -> list[BackendGeneration]:
+        """Choose all who need one step; of those who need more, the one that came first."""
+        # Read side by side, each prompt would attend over the cells of all of them from the start.
         batch: list[BackendGeneration] = []
-        left = STEP_TOKENS
+        left, alone = STEP_TOKENS, True
         for generation in self._running:
-            rows = generation.session.next_rows
-            if generation.stream.ready and not generation.stream.closed and rows <= left:
-                batch.append(generation)
-                left -= rows
+            session, stream = generation.session, generation.stream
+            rows = session.next_rows
+            ends = rows == session.pending
+            if not stream.ready or stream.closed or rows > left or not (ends or alone):
+                continue
+            batch.append(generation)
+            left -= rows
+            alone = alone and ends
         return batch
 
     def _forward(self, batch: list[BackendGeneration]) -> tuple[Tensor, list[BackendGeneration]]:
