@@ -35,7 +35,7 @@ from divergence_predicts import Arm, correlation, estimate
 
 from agentbench_kv.results.runs import load_run
 from agentbench_kv.results.stats import Interval, Scores, holm, level, open_change, open_level
-from agentbench_kv.results.summary import RunState
+from agentbench_kv.results.validity import RunState
 
 Counts = dict[str, tuple[float, float]]  # a figure's sum and count in each session
 FIGURES = (

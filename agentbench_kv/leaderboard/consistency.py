@@ -27,7 +27,7 @@ from agentbench_kv.leaderboard.evidence import (
 from agentbench_kv.leaderboard.identity import folder_of_model
 from agentbench_kv.results.records import LOST, TrialRecord, TrialStatus, TurnRecord
 from agentbench_kv.results.store import TrialKey, transcript_name
-from agentbench_kv.results.summary import UNCOMPRESSED, RunState, assess
+from agentbench_kv.results.validity import UNCOMPRESSED, RunState, assess
 from agentbench_kv.run.trial import MAX_ATTEMPTS
 
 # Fields of a trial's record, each the sum of a field of its turns; two hold for our engines only.

@@ -21,7 +21,7 @@ from agentbench_kv.results.gate import MARGIN, Design, Rule, Verdict
 from agentbench_kv.results.runs import SCORE, Run, RunGroup
 from agentbench_kv.results.stats import holm
 from agentbench_kv.results.store import holder
-from agentbench_kv.results.summary import RunState
+from agentbench_kv.results.validity import RunState
 
 # Task and model to the groups of one side by name.
 Sides = dict[tuple[str, str], dict[str, RunGroup]]

@@ -23,7 +23,7 @@ from agentbench_kv.results.files import Target, children, locate, reaching
 from agentbench_kv.results.lines import Lines, parse_lines
 from agentbench_kv.results.records import TrialRecord, TrialStatus
 from agentbench_kv.results.store import RunInfo, RunStatus, latest_trials
-from agentbench_kv.results.summary import RunState, assess
+from agentbench_kv.results.validity import RunState, assess
 
 METRIC_PREFIX = "metric_"
 Dtype = Literal["category", "int64", "Int64", "float64"]

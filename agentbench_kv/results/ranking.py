@@ -22,7 +22,7 @@ from agentbench_kv.results.runs import (
     grouped,
 )
 from agentbench_kv.results.stats import LEVEL, Change, Interval, Scores, change, level
-from agentbench_kv.results.summary import UNCOMPRESSED
+from agentbench_kv.results.validity import UNCOMPRESSED
 
 LEAST_SAMPLES = 20
 LEAST_GROUPS = 5  # on fewer samples, or groups of samples, nobody leads

@@ -19,13 +19,8 @@ from agentbench_kv.errors import UsageError
 from agentbench_kv.results.records import TrialRecord
 from agentbench_kv.results.stats import Scores, pass_k, pass_scores
 from agentbench_kv.results.store import RunInfo, RunReader, latest_trials
-from agentbench_kv.results.summary import (
-    RunState,
-    Summary,
-    derive,
-    remembers,
-    triggered_samples,
-)
+from agentbench_kv.results.summary import Summary, derive
+from agentbench_kv.results.validity import RunState, remembers, triggered_samples
 
 SCORE = "score"
 # What a session held at most and read, as records call it; bytes over all layers and heads.

@@ -27,7 +27,8 @@ from agentbench_kv.phases.machine import PLAIN
 from agentbench_kv.registry import load_engine, load_task
 from agentbench_kv.results.records import TrialRecord
 from agentbench_kv.results.store import RunDir, RunStore
-from agentbench_kv.results.summary import REMEMBERS, Summary, summarize
+from agentbench_kv.results.summary import Summary, summarize
+from agentbench_kv.results.validity import REMEMBERS
 from agentbench_kv.run.calibration import calibration_used, identified
 from agentbench_kv.run.engines import EngineShelf, check_pair
 from agentbench_kv.run.foresight import check_foresight

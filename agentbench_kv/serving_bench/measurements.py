@@ -14,8 +14,8 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from agentbench_kv.errors import UsageError
 from agentbench_kv.results.files import json_bytes, write_atomic, writing
-from agentbench_kv.results.summary import DEFAULT_INTERVAL
 from agentbench_kv.results.tables.model import slug
+from agentbench_kv.results.validity import DEFAULT_INTERVAL
 
 PLAN = "serving.json"
 SUMMARY = "summary.json"

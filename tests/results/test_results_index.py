@@ -268,7 +268,7 @@ def test_filters_and_orders(query, names):
 
 def test_the_command_line_offers_every_order_and_state():
     from agentbench_kv.cli import ls
-    from agentbench_kv.results.summary import RunState
+    from agentbench_kv.results.validity import RunState
 
     assert set(ls.SORTS) == set(SORTS)
     assert set(ls.STATES) == {*RunStatus, "interrupted", "unclear", "taken_over", *RunState}

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from agentbench_kv.results.summary import assess, budget_bounds
+from agentbench_kv.results.validity import assess, budget_bounds
 
 BUDGET, INTERVAL, PREFILL = 256, 128, 90
 BOUND = BUDGET + INTERVAL + PREFILL

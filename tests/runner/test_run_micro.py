@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from agentbench_kv.results.store import RunStore
-from agentbench_kv.results.summary import RunState
+from agentbench_kv.results.validity import RunState
 from agentbench_kv.run.runner import run_one
 from agentbench_kv.run.spec import RunSpec, resolve
 

@@ -18,7 +18,7 @@ from agentbench_kv.engines.scripted import ScriptedEngine
 from agentbench_kv.errors import UsageError
 from agentbench_kv.results.records import TrialRecord, TrialStatus
 from agentbench_kv.results.store import RunStore
-from agentbench_kv.results.summary import RunState
+from agentbench_kv.results.validity import RunState
 from agentbench_kv.run import runner
 from agentbench_kv.run.spec import RunSpec
 
