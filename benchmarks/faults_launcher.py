@@ -54,12 +54,17 @@ def become(order: dict[str, Any]) -> None:
 
 def _hurry(stale_s: float) -> None:
     """Let a writer count as dead sooner, so that a test of taking over need not take minutes."""
-    from agentbench_kv.results import store
+    from agentbench_kv.results import run_info, store
 
-    for name, seconds in (("STALE_S", stale_s), ("BEAT_S", stale_s / 6)):
-        if not hasattr(store, name):
-            raise SystemExit(f"results.store has no {name} any more; mend {__file__}")
-        setattr(store, name, seconds)
+    hurried = (
+        (run_info, "STALE_S", stale_s),
+        (store, "STALE_S", stale_s),
+        (store, "BEAT_S", stale_s / 6),
+    )
+    for module, name, seconds in hurried:
+        if not hasattr(module, name):
+            raise SystemExit(f"{module.__name__} has no {name} any more; mend {__file__}")
+        setattr(module, name, seconds)
 
 
 def serve() -> bool:

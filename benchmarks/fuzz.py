@@ -36,15 +36,11 @@ from safetensors.torch import save
 from agentbench_kv.analysis.captures import Capture
 from agentbench_kv.engines.embedded.model import model_path
 from agentbench_kv.errors import KVBenchError
+from agentbench_kv.gateway.api_errors import ApiError
 from agentbench_kv.gateway.messages import canonical, for_template, tools_key
 from agentbench_kv.gateway.parsing import Delta
-from agentbench_kv.gateway.protocol import (
-    ApiError,
-    ChatRequest,
-    CompletionRequest,
-    parse_request,
-)
 from agentbench_kv.gateway.readers import reader_for, unread_syntax
+from agentbench_kv.gateway.requests import ChatRequest, CompletionRequest, parse_request
 from agentbench_kv.methods.base import Phase
 from agentbench_kv.phases.machine import FAMILIES, PhaseMachine, PhaseTable
 from agentbench_kv.phases.syntax import SYNTAXES

@@ -34,14 +34,8 @@ from agentbench_kv.results.records import (
     TurnRecord,
     Usage,
 )
-from agentbench_kv.results.store import (
-    RunInfo,
-    RunReader,
-    RunStatus,
-    prefix_parts,
-    run_id,
-    write_info,
-)
+from agentbench_kv.results.run_info import RunInfo, RunStatus, write_info
+from agentbench_kv.results.store import RunReader, prefix_parts, run_id
 from agentbench_kv.results.summary import FILE, build, summarize
 
 METHODS = ("full", "agentkv", "snapkv", "h2o", "rkv", "streamingllm", "triattention", "random")

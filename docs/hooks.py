@@ -27,7 +27,7 @@ from agentbench_kv.registry import load_engine, load_method, load_task, names
 from agentbench_kv.results.baseline import Baseline
 from agentbench_kv.results.frame import OF_RUN, OF_TRIAL, FrameColumn
 from agentbench_kv.results.records import TrialRecord, TurnRecord
-from agentbench_kv.results.store import RunInfo
+from agentbench_kv.results.run_info import RunInfo
 from agentbench_kv.results.submissions import Manifest
 from agentbench_kv.results.summary import Summary
 

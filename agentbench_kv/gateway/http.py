@@ -22,7 +22,15 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agentbench_kv.errors import KVBenchError, PrerequisiteError
+from agentbench_kv.gateway.api_errors import ApiError, as_api_error
 from agentbench_kv.gateway.base import AnyGateway
+from agentbench_kv.gateway.formats import (
+    ChatFormat,
+    ChoiceFormat,
+    CompletionFormat,
+    Format,
+    embeddings_body,
+)
 from agentbench_kv.gateway.jobs import Job, JobPool, Work
 from agentbench_kv.gateway.listening import (
     HostGuard,
@@ -32,18 +40,11 @@ from agentbench_kv.gateway.listening import (
     listen,
     make_server,
 )
-from agentbench_kv.gateway.protocol import (
-    ApiError,
-    ChatFormat,
+from agentbench_kv.gateway.requests import (
     ChatRequest,
-    ChoiceFormat,
     CommonRequest,
-    CompletionFormat,
     CompletionRequest,
     EmbeddingRequest,
-    Format,
-    as_api_error,
-    embeddings_body,
     parse_request,
     read_json,
 )

@@ -9,7 +9,7 @@ from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from agentbench_kv.gateway.protocol import ApiError
+from agentbench_kv.gateway.api_errors import ApiError
 from agentbench_kv.gateway.session import Cancellation
 
 Work = Callable[[Cancellation], Iterator[Any]]

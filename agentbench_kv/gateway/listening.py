@@ -29,7 +29,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from agentbench_kv.errors import PrerequisiteError, UsageError
-from agentbench_kv.gateway.protocol import ApiError
+from agentbench_kv.gateway.api_errors import ApiError
 
 _log = logging.getLogger(__name__)
 

@@ -20,19 +20,18 @@ from uuid import uuid4
 from pydantic import BaseModel, Field
 
 from agentbench_kv.errors import UsageError
+from agentbench_kv.gateway.api_errors import ApiError
 from agentbench_kv.gateway.base import AnyGateway
+from agentbench_kv.gateway.formats import Format, sse
 from agentbench_kv.gateway.messages import text_of, tool_call
 from agentbench_kv.gateway.parsing import Delta, Logprob
-from agentbench_kv.gateway.protocol import (
-    ApiError,
+from agentbench_kv.gateway.requests import (
     CommonRequest,
     Count,
     FlatAnswerFormat,
-    Format,
     MostLogprobs,
     StrictModel,
     ToolMode,
-    sse,
     tool_choice,
 )
 from agentbench_kv.gateway.session import (

@@ -18,9 +18,9 @@ from agentbench_kv.results.contrast import SPEED, Contrast, Pair, contrast
 from agentbench_kv.results.drift import Drift, find_drift
 from agentbench_kv.results.fidelity import KL, of_fidelity
 from agentbench_kv.results.gate import MARGIN, Design, Rule, Verdict
+from agentbench_kv.results.run_info import holder
 from agentbench_kv.results.runs import SCORE, Run, RunGroup
 from agentbench_kv.results.stats import holm
-from agentbench_kv.results.store import holder
 from agentbench_kv.results.validity import RunState
 
 # Task and model to the groups of one side by name.

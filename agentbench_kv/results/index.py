@@ -29,7 +29,7 @@ from rich.text import Text
 from agentbench_kv.errors import KVBenchError, UsageError
 from agentbench_kv.results import terminal
 from agentbench_kv.results.files import sweep, write_atomic
-from agentbench_kv.results.store import RunStatus, ahead, holder, read_info
+from agentbench_kv.results.run_info import RunStatus, ahead, holder, read_info
 from agentbench_kv.results.terminal import failures, megabytes, number, plain, share
 
 FILE = ".kvbench-index.json"

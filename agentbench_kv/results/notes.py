@@ -10,7 +10,7 @@ from agentbench_kv.accounting import KVAccount, LayerReach
 from agentbench_kv.budget import Budget
 from agentbench_kv.results.lines import Lines
 from agentbench_kv.results.records import TrialRecord
-from agentbench_kv.results.store import RunInfo
+from agentbench_kv.results.run_info import RunInfo
 
 _UNREAD = ("other_syntax", "calls_in_other_syntax")  # metrics of a trial
 

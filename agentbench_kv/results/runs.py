@@ -17,8 +17,9 @@ from typing import Any
 from agentbench_kv.budget import Budget
 from agentbench_kv.errors import UsageError
 from agentbench_kv.results.records import TrialRecord
+from agentbench_kv.results.run_info import RunInfo
 from agentbench_kv.results.stats import Scores, pass_k, pass_scores
-from agentbench_kv.results.store import RunInfo, RunReader, latest_trials
+from agentbench_kv.results.store import RunReader, latest_trials
 from agentbench_kv.results.summary import Summary, derive
 from agentbench_kv.results.validity import RunState, remembers, triggered_samples
 

@@ -18,8 +18,9 @@ from agentbench_kv.results.files import write_atomic
 from agentbench_kv.results.lines import Lines
 from agentbench_kv.results.notes import notes
 from agentbench_kv.results.records import LOST, Metric, TrialRecord, TrialStatus
+from agentbench_kv.results.run_info import RunInfo, RunStatus
 from agentbench_kv.results.stats import Interval, Scores, level, pass_levels
-from agentbench_kv.results.store import RunInfo, RunReader, RunStatus, latest_trials
+from agentbench_kv.results.store import RunReader, latest_trials
 from agentbench_kv.results.validity import Validity, assess, triggered_samples
 
 FILE = "summary.json"

@@ -18,7 +18,8 @@ from typing import Any, Self
 from agentbench_kv.errors import KVBenchError, UsageError
 from agentbench_kv.results.files import LockedError
 from agentbench_kv.results.objects import FolderObjects, Objects, RemoteObjects, local_folder
-from agentbench_kv.results.store import RunHeldError, RunLostError
+from agentbench_kv.results.run_info import RunHeldError
+from agentbench_kv.results.store import RunLostError
 from agentbench_kv.results.summary import Summary
 from agentbench_kv.run.engines import EngineShelf
 from agentbench_kv.run.runner import Progress

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from agentbench_kv.engines.scripted import ScriptedEngine
 from agentbench_kv.gateway import Gateway
 from agentbench_kv.gateway.http import HttpApi, ServerSettings
-from agentbench_kv.gateway.protocol import IGNORED
+from agentbench_kv.gateway.requests import IGNORED
 
 DOC = Path(__file__).parents[2] / "docs" / "server.md"
 USER = {"role": "user", "content": "Weather?"}

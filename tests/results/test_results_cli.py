@@ -10,7 +10,8 @@ from click.testing import CliRunner
 from agentbench_kv.cli.show import show, summarize
 from agentbench_kv.errors import UsageError
 from agentbench_kv.results.records import TurnRecord
-from agentbench_kv.results.store import RunStatus, RunStore, read_info, write_info
+from agentbench_kv.results.run_info import RunStatus, read_info, write_info
+from agentbench_kv.results.store import RunStore
 from agentbench_kv.results.terminal import plain
 
 HOSTILE = "[red]x[/red] \x1b[2J\x07 \u202e"

@@ -20,8 +20,9 @@ from agentbench_kv.results.baseline import open_sides, read_baseline, save_basel
 from agentbench_kv.results.compare import compare
 from agentbench_kv.results.compare_text import TEXT_FORMATS, targets
 from agentbench_kv.results.gate import Verdict, describe, repeats
+from agentbench_kv.results.run_info import read_info, write_info
 from agentbench_kv.results.runs import CONDITIONS, load_runs
-from agentbench_kv.results.store import RunStore, read_info, write_info
+from agentbench_kv.results.store import RunStore
 
 PROVENANCE = {
     "kvbench": "0.1.0",

@@ -11,7 +11,8 @@ import time
 import pytest
 
 from agentbench_kv.errors import UsageError
-from agentbench_kv.results.store import RunReader, RunStatus, RunStore
+from agentbench_kv.results.run_info import RunStatus
+from agentbench_kv.results.store import RunReader, RunStore
 
 WRITER = """
 import sys

@@ -21,7 +21,8 @@ from agentbench_kv.results.index import (
     runs_lines,
     select_runs,
 )
-from agentbench_kv.results.store import HELD, Resume, RunStatus, RunStore, read_info, write_info
+from agentbench_kv.results.run_info import HELD, Resume, RunStatus, read_info, write_info
+from agentbench_kv.results.store import RunStore
 from agentbench_kv.results.summary import build, summarize
 
 KV = {"peak_live": 400, "longest_prefill": 90, "logical": 1000, "events": 2, "evicted": 600}

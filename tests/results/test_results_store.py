@@ -13,21 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentbench_kv.errors import PrerequisiteError, UsageError
-from agentbench_kv.results import files
+from agentbench_kv.results import files, run_info
 from agentbench_kv.results import store as run_store
 from agentbench_kv.results.records import TrialRecord, TurnRecord
-from agentbench_kv.results.store import (
-    STALE_S,
-    RunInfo,
-    RunReader,
-    RunStatus,
-    RunStore,
-    prefix_parts,
-    read_info,
-    run_id,
-    suggestion,
-    write_info,
-)
+from agentbench_kv.results.run_info import STALE_S, RunInfo, RunStatus, read_info, write_info
+from agentbench_kv.results.store import RunReader, RunStore, prefix_parts, run_id, suggestion
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=5),
@@ -218,7 +208,7 @@ def test_a_second_writer_in_the_same_process_is_refused(store, spec):
 def test_another_machine_holds_the_run_while_its_heartbeat_is_fresh(
     store, spec, change, refused, monkeypatch
 ):
-    monkeypatch.setattr(run_store, "WATCH_S", 0.05)
+    monkeypatch.setattr(run_info, "WATCH_S", 0.05)
     store.open("a", spec).close()
     change = {"status": RunStatus.RUNNING, "host": "elsewhere", "pid": 1} | change
     rewrite(store.root / "a", heartbeat=time.time() - change.pop("age"), **change)
@@ -237,12 +227,12 @@ def beat_ahead(path, seconds=3600.0, **changes):
 
 def test_a_heartbeat_of_the_future_that_moves_holds_the_run(store, spec, monkeypatch):
     """Its writer is alive, and only its clock is wrong: another machine's, an hour ahead."""
-    monkeypatch.setattr(run_store, "WATCH_S", 60.0)
+    monkeypatch.setattr(run_info, "WATCH_S", 60.0)
     store.open("a", spec).close()
     path = store.root / "a"
     beat_ahead(path)
     watched = threading.Event()
-    monkeypatch.setattr(run_store.logger, "info", lambda *_: watched.set())
+    monkeypatch.setattr(run_info.logger, "info", lambda *_: watched.set())
 
     def beat():
         watched.wait(60)
@@ -259,11 +249,11 @@ def test_a_heartbeat_of_the_future_that_moves_holds_the_run(store, spec, monkeyp
 def test_a_clock_that_was_put_right_while_it_was_watched_is_a_fresh_heartbeat(
     store, spec, monkeypatch
 ):
-    monkeypatch.setattr(run_store, "WATCH_S", 0.05)
+    monkeypatch.setattr(run_info, "WATCH_S", 0.05)
     store.open("a", spec).close()
     path = store.root / "a"
     beat_ahead(path)
-    monkeypatch.setattr(run_store.logger, "info", lambda *_: beat_ahead(path, 0.0))
+    monkeypatch.setattr(run_info.logger, "info", lambda *_: beat_ahead(path, 0.0))
     with pytest.raises(UsageError, match=r"pid 1 on elsewhere \(heartbeat 0 s ago\)"):
         store.open("a", spec)
 
@@ -278,12 +268,12 @@ def test_a_clock_that_was_put_right_while_it_was_watched_is_a_fresh_heartbeat(
     ],
 )
 def test_a_run_that_was_taken_over_says_from_whom(store, spec, monkeypatch, left, said):
-    monkeypatch.setattr(run_store, "WATCH_S", 0.05)
+    monkeypatch.setattr(run_info, "WATCH_S", 0.05)
 
     def no_such(_pid, _signal):
         raise ProcessLookupError
 
-    monkeypatch.setattr(run_store.os, "kill", no_such)
+    monkeypatch.setattr(run_info.os, "kill", no_such)
     store.open("a", spec).close()
     left = {"status": RunStatus.RUNNING, "pid": 77} | left
     rewrite(store.root / "a", heartbeat=time.time() - left.pop("age"), **left)
@@ -536,10 +526,10 @@ def test_a_dead_pid_is_told_from_one_we_may_not_signal(monkeypatch):
     def refuse(_pid, _signal):
         raise PermissionError
 
-    monkeypatch.setattr(run_store.os, "kill", refuse)
+    monkeypatch.setattr(run_info.os, "kill", refuse)
     facts = {"status": "running", "created": 0, "heartbeat": 0, "pid": 1, "owner": "x"}
     info = RunInfo(run_id="r", spec={}, host=socket.gethostname(), **facts)
-    assert not run_store._is_gone(info)
+    assert not run_info.is_gone(info)
 
 
 def test_records_read_back_as_written(store, spec, make_trial):
@@ -605,12 +595,12 @@ def test_a_run_that_is_taken_over_between_two_records_is_written_no_more(store, 
 
 def test_a_silent_writer_elsewhere_whose_heartbeat_moves_holds_the_run(store, spec, monkeypatch):
     """Its clock is behind by an hour, which says nothing about whether it is alive."""
-    monkeypatch.setattr(run_store, "WATCH_S", 60.0)
+    monkeypatch.setattr(run_info, "WATCH_S", 60.0)
     store.open("a", spec).close()
     path = store.root / "a"
     beat_ahead(path, -3600.0)
-    monkeypatch.setattr(run_store.logger, "info", lambda *_: beat_ahead(path, -3595.0))
-    with pytest.raises(run_store.RunHeldError, match="whose clock is 3600 s behind this clock"):
+    monkeypatch.setattr(run_info.logger, "info", lambda *_: beat_ahead(path, -3595.0))
+    with pytest.raises(run_info.RunHeldError, match="whose clock is 3600 s behind this clock"):
         store.open("a", spec)
 
 
@@ -619,5 +609,5 @@ def test_a_process_of_another_container_on_this_host_is_not_judged_by_its_number
     store.open("a", spec).close()
     beside = {"status": RunStatus.RUNNING, "heartbeat": time.time(), "owner": "other"}
     rewrite(store.root / "a", machine="another kernel pid:[1]", **beside)
-    with pytest.raises(run_store.RunHeldError, match=f"pid {os.getpid()}"):
+    with pytest.raises(run_info.RunHeldError, match=f"pid {os.getpid()}"):
         store.open("a", spec)

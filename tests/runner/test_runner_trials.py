@@ -11,7 +11,8 @@ import pytest
 from agentbench_kv.adapters.base import Outcome, Task, TrialContext
 from agentbench_kv.errors import CapacityError, ContextLimitError, KVBenchError, UsageError
 from agentbench_kv.results.records import TrialRecord, TrialStatus
-from agentbench_kv.results.store import RunStatus, RunStore
+from agentbench_kv.results.run_info import RunStatus
+from agentbench_kv.results.store import RunStore
 from agentbench_kv.results.validity import RunState
 from agentbench_kv.run import runner
 from agentbench_kv.run.spec import RunSpec

@@ -17,7 +17,8 @@ from agentbench_kv.cli import kvbench
 from agentbench_kv.engines.embedded.model import model_path
 from agentbench_kv.errors import UsageError
 from agentbench_kv.results.records import TrialRecord
-from agentbench_kv.results.store import RunStore, read_info, write_info
+from agentbench_kv.results.run_info import read_info, write_info
+from agentbench_kv.results.store import RunStore
 from agentbench_kv.serving_bench import hardware
 from agentbench_kv.serving_bench.measurements import (
     LoadMeasurement,

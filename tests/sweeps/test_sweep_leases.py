@@ -19,7 +19,8 @@ import pytest
 
 from agentbench_kv.errors import KVBenchError
 from agentbench_kv.results.objects import FolderObjects, Objects, RemoteObjects, objects_at
-from agentbench_kv.results.store import RunHeldError, RunLostError
+from agentbench_kv.results.run_info import RunHeldError
+from agentbench_kv.results.store import RunLostError
 from agentbench_kv.sweeps import leases
 from agentbench_kv.sweeps.grid import SweepRun
 from agentbench_kv.sweeps.leases import CLAIMS, PUBLISHED, STAGED, RemotePlace

@@ -16,7 +16,7 @@ import pytest
 
 from agentbench_kv.engines.embedded.model import _load
 from agentbench_kv.errors import EngineGoneError, PrerequisiteError, UsageError
-from agentbench_kv.results import store
+from agentbench_kv.results import run_info, store
 from agentbench_kv.results.objects import FolderObjects
 from agentbench_kv.results.store import RunReader, RunStore
 from agentbench_kv.run import runner, trial
@@ -159,13 +159,13 @@ def test_a_worker_that_was_stopped_writes_nothing_after_it_was_taken_over(
     assert reached.wait(60)
     # The zombie's token is no longer held here, as if its process were another one's, and dead.
     info = RunReader(out / job.name).info
-    store.HELD.discard(info.owner)
+    run_info.HELD.discard(info.owner)
     LocalPlace(out).play(job.spec, lambda *_: None)
     go_on.set()
     thread.join()
     assert isinstance(caught[0], store.RunLostError)
     assert played(out, [job]) == sequential([job])
-    assert RunReader(out / job.name).info.status is store.RunStatus.COMPLETE
+    assert RunReader(out / job.name).info.status is run_info.RunStatus.COMPLETE
 
 
 def test_a_run_that_fails_is_tried_again_and_then_left(tmp_path, jobs, monkeypatch):
