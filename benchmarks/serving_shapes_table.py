@@ -25,13 +25,8 @@ from agentbench_kv.serving_bench.measurements import (
     serving_folders,
 )
 from agentbench_kv.serving_bench.roofline import read_decoder
-from agentbench_kv.serving_bench.summary import (
-    BASES,
-    SIMULATED,
-    SPEED,
-    ArmFigures,
-    summarize_serving,
-)
+from agentbench_kv.serving_bench.summary import BASES, SPEED, ArmFigures, summarize_serving
+from agentbench_kv.serving_bench.tables import SIMULATED
 
 CELL = "cell.json"
 TRACE = "trace.jsonl"

@@ -350,7 +350,7 @@ def _tell(plan: ServingPlan, measured: LoadMeasurement, before: bool) -> None:
 
 def _show(summary: ServingSummary, path: Path, as_json: bool) -> None:
     from agentbench_kv.results.tables.formats import show
-    from agentbench_kv.serving_bench.summary import summary_tables
+    from agentbench_kv.serving_bench.tables import summary_tables
 
     if as_json:
         opt.print_json({**summary.model_dump(mode="json"), "path": str(path)})

@@ -101,7 +101,7 @@ def _tables(
     from agentbench_kv.results.tables.accuracy import published_tables
     from agentbench_kv.results.tables.model import Kind
     from agentbench_kv.results.tables.report import report_tables
-    from agentbench_kv.serving_bench.summary import serving_tables
+    from agentbench_kv.serving_bench.tables import serving_tables
 
     wanted = [Kind(kind) for kind in kinds]
     tables = report_tables(runs, wanted, metrics) if runs else []

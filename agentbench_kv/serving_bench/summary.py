@@ -1,4 +1,4 @@
-"""What a folder of measurements says: medians, paired ratios, what may not be ranked; its tables.
+"""What a folder of measurements says: medians, paired ratios, what may not be ranked.
 
 Figures are medians over repetitions, ratios are paired by repetition.
 """
@@ -8,22 +8,17 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
-from pathlib import Path
 from statistics import median as middle
 from typing import Any
 
 from pydantic import BaseModel
 
 from agentbench_kv.errors import UsageError
-from agentbench_kv.results.papers import PublishedFigure, figures
-from agentbench_kv.results.stats import REPETITIONS, Median, Scores, level, median
-from agentbench_kv.results.tables.costs import runner_notes
-from agentbench_kv.results.tables.model import Cell, Column, Kind, Row, Table, Unit, slug
+from agentbench_kv.results.stats import Median, median
 from agentbench_kv.serving_bench.measurements import (
     LoadMeasurement,
     Quality,
     ServingArm,
-    ServingFolder,
     ServingPlan,
     read_per_token,
     served_model,
@@ -31,54 +26,12 @@ from agentbench_kv.serving_bench.measurements import (
 
 STANDARD = ("full", "full-constrained")  # arms of every plan that does not leave them out
 BASES = (*STANDARD, "full@prefix")  # arms that the others are compared with
-DUMMY = "dummy weights: speed of these shapes only; nothing here says anything about accuracy"
-SIMULATED = (
-    "simulated: rows are quantised and dequantised when written, and counted at the bytes they "
-    "would take; speed at lower precision is not what an engine with such a cache has"
-)
 SPEED = "output_throughput"
 GOODPUT = "request_goodput"
 _KV = (
     "median_peak_bytes", "median_peak_live", "median_logical", "mean_decode_kv", "events",
     "prefill_tokens", "recomputed",
 )  # fmt: skip
-_PUBLISHED_RATIO = "best_output_tok_s_ratio_vs_full"
-_SPEED_COLUMN = Column("output tok/s", Unit.RATE)
-_EXACT = Column("exact calls %", Unit.SHARE)
-# What agents notice comes first.
-_FIRST_COLUMNS = {
-    "session_goodput": Column("good sessions/s", Unit.PER_SECOND),
-    GOODPUT: Column("good requests/s", Unit.PER_SECOND),
-    "median_ttft_later_ms": Column("TTFT turns 2+ ms", Unit.MILLISECONDS),
-    "p99_ttft_later_ms": Column("p99", Unit.MILLISECONDS),
-}
-_FIGURE_COLUMNS = {
-    "median_ttft_first_ms": Column("TTFT turn 1 ms", Unit.MILLISECONDS),
-    "median_ttft_ms": Column("TTFT ms", Unit.MILLISECONDS),
-    "p99_ttft_ms": Column("TTFT p99", Unit.MILLISECONDS),
-    "median_tpot_ms": Column("TPOT ms", Unit.MILLISECONDS),
-    "p99_tpot_ms": Column("TPOT p99", Unit.MILLISECONDS),
-    "median_e2el_ms": Column("E2E ms", Unit.MILLISECONDS),
-    "prefix_hit_rate": Column("prefix hits %", Unit.SHARE),
-    "prefix_hit_bound": Column("at most %", Unit.SHARE),
-    "max_concurrent_decodes": Column("decoding at once", Unit.NUMBER),
-    "failed": Column("failed", Unit.NUMBER),
-}
-_KV_COLUMNS = {
-    "median_peak_bytes": Column("peak live MB", Unit.MEGABYTES),
-    "pool_bytes": Column("pool MB", Unit.MEGABYTES),
-    "bytes_read": Column("read MB a token", Unit.MEGABYTES),
-    "median_peak_live": Column("peak live", Unit.TOKENS),
-    "mean_decode_kv": Column("decode KV", Unit.TOKENS),
-    "median_logical": Column("logical", Unit.TOKENS),
-}
-_IN_BYTES = ("median_peak_bytes", "pool_bytes", "bytes_read")
-# Where some arm reads tokens twice.
-_AGAIN_COLUMNS = {
-    "prefill_tokens": Column("prefilled", Unit.TOKENS),
-    "recomputed": Column("of them again", Unit.TOKENS),
-}
-
 _ALIKE = 16  # tokens that a chat format and chance make the same in a prompt, a cache's page apart
 # Repetitions by shape, load and arm.
 Groups = Mapping[tuple[str, str, str], Sequence[LoadMeasurement]]
@@ -308,253 +261,4 @@ def _cure(arm: ServingArm) -> str:
     return (
         f"; an event is due at every {arm.interval}th generated token only: longer answers, or "
         "--set trigger=prefill+every"
-    )
-
-
-def serving_tables(folders: Sequence[Path]) -> list[Table]:
-    """Return the tables of folders of measurements; a UsageError if one cannot be read."""
-    tables = []
-    for path in folders:
-        folder = ServingFolder.read(path)
-        tables += summary_tables(summarize_serving(folder.plan, folder.measurements()))
-    return tables
-
-
-def summary_tables(summary: ServingSummary) -> list[Table]:
-    """Return two tables for every shape that was measured: all loads, each arm at its best."""
-    tables = []
-    for shape in summary.plan.shapes:
-        if cells := [cell for cell in summary.cells if cell.shape == shape]:
-            tables.append(_loads_table(summary.plan, shape, cells))
-        if best := [each for each in summary.best if each.shape == shape]:
-            tables.append(_best_table(summary.plan, shape, best))
-    return tables
-
-
-def _loads_table(plan: ServingPlan, shape: str, cells: Sequence[ArmFigures]) -> Table:
-    bases = _bases(cells)
-    of_kv = _KV_COLUMNS if any(cell.kv for cell in cells) else {}
-    of_kv = {n: c for n, c in of_kv.items() if n not in _IN_BYTES or _any_has(cells, n)}
-    of_kv = of_kv | (_AGAIN_COLUMNS if any(cell.kv.get("recomputed") for cell in cells) else {})
-    first, later = _known(_FIRST_COLUMNS, cells), _known(_FIGURE_COLUMNS, cells)
-    titles = (Column("load"), Column("arm"), Column("repeats", Unit.NUMBER), *first.values())
-    judged = [_EXACT] * any(cell.quality for cell in cells)
-    columns = (*titles, _SPEED_COLUMN, *bases.values(), *judged, *later.values(), *of_kv.values())
-    rows = []
-    for cell in cells:
-        row = (
-            Cell(cell.load),
-            Cell(cell.arm),
-            Cell(cell.repetitions),
-            *(_median_cell(cell.figures.get(name)) for name in first),
-            _median_cell(cell.figures.get(SPEED)),
-            *(_median_cell(cell.ratios.get(base)) for base in bases),
-            *[_exact_cell(cell)] * len(judged),
-            *(
-                Cell(figure.point) if (figure := cell.figures.get(name)) else Cell()
-                for name in later
-            ),
-            *(_kv_cell(cell, name) for name in of_kv),
-        )
-        rows.append(Row(row, "; ".join(cell.reasons) or None))
-    return _table(plan, shape, "under load", columns, rows, _notes(plan, cells))
-
-
-def _exact_cell(cell: ArmFigures) -> Cell:
-    found = cell.quality
-    if found is None or found.exact is None:
-        return Cell(text="not measured")
-    if not found.parts:
-        return Cell(found.exact)
-    share = level(Scores.of_counts(found.parts))
-    return Cell(share.point, share.low, share.high)
-
-
-def _kv_cell(cell: ArmFigures, name: str) -> Cell:
-    value = cell.kv.get(name)
-    if name in _IN_BYTES:  # 0 where the server does not count them
-        return Cell(value / 1e6 if value else None)
-    return Cell(value)
-
-
-def _any_has(cells: Sequence[ArmFigures], name: str) -> bool:
-    return any(cell.kv.get(name) for cell in cells)
-
-
-def _known(columns: Mapping[str, Column], cells: Sequence[ArmFigures]) -> dict[str, Column]:
-    """Return the columns of figures that some cell has."""
-    return {
-        name: column
-        for name, column in columns.items()
-        if any(name in cell.figures for cell in cells)
-    }
-
-
-def _best_table(plan: ServingPlan, shape: str, best: Sequence[BestLoad]) -> Table:
-    bases = _bases(best)
-    rows = []
-    for each in best:
-        ratios = (_median_cell(each.ratios.get(base)) for base in bases)
-        good = [_median_cell(each.goodput)] * bool(plan.goodput)
-        titles = (Cell(each.arm), Cell(each.load), Cell(each.repetitions), *good)
-        rows.append(Row((*titles, _median_cell(each.speed), *ratios)))
-    if "full" in bases:
-        for figure in _papers(plan, shape):
-            place = f"{figure.cited}, {figure.setting.get('gpu')}"
-            name = f"{figure.method} at {figure.budget}, {place}"
-            ratios = (Cell(figure.value) if base == "full" else Cell() for base in bases)
-            empty = [Cell()] * (3 + bool(plan.goodput))
-            rows.append(Row((Cell(name), *empty, *ratios), published=True))
-    columns = (
-        *(Column("arm"), Column("load"), Column("repeats", Unit.NUMBER)),
-        *[_FIRST_COLUMNS[GOODPUT]] * bool(plan.goodput),
-        *(_SPEED_COLUMN, *bases.values()),
-    )
-    by = "good requests/s" if plan.goodput else "output tok/s"
-    notes = [
-        f"best load: highest median {by} of those without a failed request; ratios, of output "
-        "tok/s, pair repetitions",
-        *_few(best),
-        *[DUMMY] * (plan.weights == "dummy"),
-    ]
-    return _table(plan, shape, "each arm at its best load", columns, rows, notes)
-
-
-def _bases(known: Sequence[ArmFigures | BestLoad]) -> dict[str, Column]:
-    """Return the arms that others are compared with here, and the column of each."""
-    bases = [base for base in BASES if any(base in each.ratios for each in known)]
-    return {base: Column(f"x {base}", Unit.RATIO) for base in bases}
-
-
-def _median_cell(known: Median | None) -> Cell:
-    if known is None:
-        return Cell()
-    return Cell(known.point, known.low, known.high) if known.n > 1 else Cell(known.point)
-
-
-def _papers(plan: ServingPlan, shape: str) -> list[PublishedFigure]:
-    """Return published ratios at best load for this model, shape and methods."""
-    methods = {(arm.method or "").partition("@")[0] for arm in plan.arms}
-    return [
-        figure
-        for figure in figures("efficiency")
-        if figure.metric == _PUBLISHED_RATIO
-        and figure.method in methods
-        and figure.setting.get("workload") == shape
-        and plan.model_name.startswith(figure.model)
-    ]
-
-
-def _notes(plan: ServingPlan, cells: Sequence[ArmFigures]) -> list[str]:
-    notes = [
-        "load: cN is at most N sessions at once, N/s is sessions that begin per second (Poisson)"
-        + ", schedule is the trace's own times" * (plan.trace is not None),
-        "medians over repetitions with 95% intervals; ratios are paired by repetition",
-        "TTFT, TPOT, E2E: median and p99 of requests; a request is one turn",
-    ]
-    if plan.pool_mb is not None:
-        notes.append(
-            f"equal memory: every arm has {plan.pool_mb:g} MB for cached rows"
-            + "; sessions are admitted by their rows, and slots are powers of two, so that pool MB "
-            "may come to twice as much" * (plan.engine == "embedded")
-        )
-    if plan.goodput:
-        kept = ", ".join(f"{name.upper()} {most:g} ms" for name, most in plan.goodput.items())
-        notes.append(f"good: a request within {kept}; a session, if all of its requests are")
-    if any("prefix_hit_rate" in cell.figures for cell in cells):
-        notes.append(
-            "prefix hits: prompt tokens that the server says it had cached; at most: those that "
-            "an endless cache would have"
-        )
-    if plan.trace is not None:
-        scale = f"; its gaps and clock x {plan.time_scale:g}" * (plan.time_scale != 1)
-        notes += [plan.trace.sentence + scale, *plan.trace.notes]
-        notes += _quality_notes(cells)
-    if any(cell.kv for cell in cells):
-        notes.append(
-            "peak live MB: keys and values of a session over all layers and heads; peak live, "
-            "decode KV, logical: tokens per layer and KV head; medians over sessions, and the mean "
-            "over decoded tokens"
-        )
-    if any(_any_has(cells, name) for name in ("pool_bytes", "bytes_read")):
-        notes.append(
-            "pool MB: slots or blocks that all sessions, and what they share, took up together at "
-            "the most; read MB a token: keys and values that a decoded token's attention read"
-        )
-    notes += runner_notes((cell.arm, cell.model_runner) for cell in cells)
-    if dropping := [arm.name for arm in plan.arms if arm.drops]:
-        notes.append(
-            f"{', '.join(dropping)}: the recorded messages without what the method drops; what "
-            "follows the first change is read again (prefilled, of them again: all sessions), with "
-            "the recorded answers in it"
-        )
-    notes += _few(cells)
-    if len(origins := sorted({origin for cell in cells for origin in cell.origins})) > 1:
-        notes.append(
-            f"measured with {len(origins)} machines, versions or commits, of which repetitions are "
-            f"not paired: {'; '.join(origins)}"
-        )
-    if plan.engine == "embedded" and any(arm.kv_dtype for arm in plan.arms):
-        notes.append(SIMULATED)
-    if plan.weights == "dummy":
-        notes.append(DUMMY)
-    if plan.weights == "unknown":
-        notes.append("servers were given by URL: what they run is what their arms are called")
-    return notes
-
-
-def _few(known: Sequence[ArmFigures | BestLoad]) -> list[str]:
-    fewest = min(each.repetitions for each in known)
-    said = f"fewest repetitions: {fewest}; fewer than {REPETITIONS} decide nothing"
-    return [said] * (fewest < REPETITIONS)
-
-
-def _quality_notes(cells: Sequence[ArmFigures]) -> list[str]:
-    """Say what exact calls are, and why there are none."""
-    found = {cell.arm: cell.quality for cell in cells if cell.quality is not None}
-    if not found:
-        return ["exact calls: not measured: no recorded answers came, or nobody asked for them"]
-    said = _exact_note([each for each in found.values() if each.exact is not None])
-    reasons: dict[str, list[str]] = {}
-    for arm, quality in found.items():
-        if quality.reason:
-            reasons.setdefault(quality.reason, []).append(arm)
-    return [
-        *said,
-        *(f"exact calls of {', '.join(arms)}: not measured: {r}" for r, arms in reasons.items()),
-    ]
-
-
-def _exact_note(found: Sequence[Quality]) -> list[str]:
-    if not found:
-        return []
-    seconds, sessions = sum(each.seconds for each in found), len(found[0].parts)
-    of = f"{found[0].calls:,} recorded tool calls" + f" in {sessions:,} sessions" * bool(sessions)
-    return [
-        f"exact calls: of {of} those whose every token is the arm's own best (fidelity's "
-        "calls_exact; full's share is calls_exact_full), with 95% intervals over sessions, where "
-        "there are enough; answers given, played once an arm after a measurement, in "
-        f"{seconds:.1f} s beside the measured time"
-    ]
-
-
-def _table(
-    plan: ServingPlan,
-    shape: str,
-    what: str,
-    columns: Iterable[Column],
-    rows: Sequence[Row],
-    notes: Sequence[str],
-) -> Table:
-    turns = "1 turn" if plan.turns == 1 else f"{plan.turns} turns"
-    if plan.trace is not None:
-        turns = f"{plan.trace.sessions} sessions"
-    return Table(
-        Kind.THROUGHPUT,
-        slug("serving", plan.model_name, plan.engine, shape, what),
-        f"serving, {what}: {shape}, {turns}, {plan.model_name}, {plan.engine}",
-        tuple(columns),
-        rows,
-        notes,
-        {"task": f"serving {shape}", "model": plan.model_name, "engine": plan.engine},
     )

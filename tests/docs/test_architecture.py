@@ -74,7 +74,7 @@ def test_where_to_look_names_what_is_there():
         ("phases/syntax.py", "SYNTAXES"),
         ("gateway/calls.py", "READERS"),
         ("phases/machine.py", "FAMILIES"),
-        ("results/summary.py", "def assess"),
+        ("results/validity.py", "def assess"),
         ("results/stats.py", "class Interval"),
     ):
         assert name in (ROOT / "agentbench_kv" / file).read_text("utf-8"), file

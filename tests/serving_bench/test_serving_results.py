@@ -19,13 +19,8 @@ from agentbench_kv.serving_bench.measurements import (
     ServingPlan,
     serving_folders,
 )
-from agentbench_kv.serving_bench.summary import (
-    DUMMY,
-    ServingSummary,
-    serving_tables,
-    summarize_serving,
-    summary_tables,
-)
+from agentbench_kv.serving_bench.summary import ServingSummary, summarize_serving
+from agentbench_kv.serving_bench.tables import DUMMY, serving_tables, summary_tables
 
 AGENTKV = ServingArm(name="agentkv 4096", method="agentkv", budget=4096, settings={"interval": 128})
 ARMS = [ServingArm(name="full", method="full"), AGENTKV]
