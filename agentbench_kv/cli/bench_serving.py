@@ -205,7 +205,7 @@ def _recordings(options: dict[str, Any], trace: LoadTrace | None) -> tuple[Recor
 def _trace(options: dict[str, Any]) -> LoadTrace | None:
     """Read the trace; a UsageError for options that say something else than it."""
     from agentbench_kv.errors import UsageError
-    from agentbench_kv.serving_bench.bench import recorded_messages
+    from agentbench_kv.serving_bench.recorded import recorded_messages
     from agentbench_kv.serving_bench.trace import read_trace
 
     path: Path | None = options["trace"]
@@ -238,7 +238,7 @@ def _of_run(path: Path, options: dict[str, Any]) -> LoadTrace:
     """Read a run's own sessions, which are then of its model and dtype."""
     from agentbench_kv.run.fidelity import one_run
     from agentbench_kv.run.recordings import record_run
-    from agentbench_kv.serving_bench.bench import run_trace
+    from agentbench_kv.serving_bench.recorded import run_trace
 
     folder = one_run(path)
     like_run(folder, options)
@@ -288,8 +288,9 @@ def _plan(
 ) -> ServingPlan:
     from agentbench_kv.engines.base import spelled_arguments
     from agentbench_kv.errors import UsageError
-    from agentbench_kv.serving_bench.bench import engine_arms, trace_figures, url_arms
+    from agentbench_kv.serving_bench.arms import engine_arms, url_arms
     from agentbench_kv.serving_bench.measurements import ServingPlan
+    from agentbench_kv.serving_bench.recorded import trace_figures
     from agentbench_kv.serving_bench.summary import STANDARD
 
     same = ("turns", "tool_tokens", "sessions", "warmup", "repeats", "seed", "together")

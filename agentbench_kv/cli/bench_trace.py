@@ -44,7 +44,7 @@ def trace(
     kvbench bench trace own.jsonl --from mooncake_trace.jsonl --sessions 500
     """  # noqa: D301  \b is click's mark for "do not wrap"
     from agentbench_kv.serving_bench.agent_trace import agent_sessions
-    from agentbench_kv.serving_bench.bench import recorded_messages, trace_figures
+    from agentbench_kv.serving_bench.recorded import recorded_messages, trace_figures
     from agentbench_kv.serving_bench.trace import RESIZED, read_trace, scaled, write_trace
 
     notes: tuple[str, ...] = ()

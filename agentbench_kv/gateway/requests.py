@@ -13,14 +13,7 @@ import reprlib
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from agentbench_kv.gateway.api_errors import ApiError
 from agentbench_kv.gateway.grammar import JsonFormat, ToolChoice

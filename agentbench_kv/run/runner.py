@@ -32,22 +32,11 @@ from agentbench_kv.results.validity import REMEMBERS
 from agentbench_kv.run.calibration import calibration_used, identified
 from agentbench_kv.run.engines import EngineShelf, check_pair
 from agentbench_kv.run.foresight import check_foresight
-from agentbench_kv.run.memories import (
-    attach_memory,
-    check_memory,
-    open_banks,
-    server_settings,
-)
+from agentbench_kv.run.memories import attach_memory, check_memory, open_banks, server_settings
 from agentbench_kv.run.provenance import environment
 from agentbench_kv.run.spec import RunSpec
 from agentbench_kv.run.trained import check_trained, refuse_trained_on
-from agentbench_kv.run.trial import (
-    TrialSetup,
-    checkpoint_name,
-    play_trial,
-    sample_key,
-    session_id,
-)
+from agentbench_kv.run.trial import TrialSetup, checkpoint_name, play_trial, sample_key, session_id
 
 _log = logging.getLogger(__name__)
 # Called with the spec, finished and expected trials, and the trial that just ended; with None when

@@ -17,15 +17,8 @@ from agentbench_kv.cli import kvbench
 from agentbench_kv.engines.embedded.model import model_path
 from agentbench_kv.errors import PrerequisiteError, UsageError
 from agentbench_kv.serving_bench import bench
-from agentbench_kv.serving_bench.bench import (
-    RunningServer,
-    ServingRun,
-    engine_arms,
-    measure_serving,
-    rotated,
-    serve_arm,
-    url_arms,
-)
+from agentbench_kv.serving_bench.arms import engine_arms, url_arms
+from agentbench_kv.serving_bench.bench import ServingRun, measure_serving, rotated
 from agentbench_kv.serving_bench.jobs import (
     Load,
     LoadJob,
@@ -36,6 +29,7 @@ from agentbench_kv.serving_bench.jobs import (
 )
 from agentbench_kv.serving_bench.loadgen import JobResult
 from agentbench_kv.serving_bench.measurements import ServingArm, ServingFolder, ServingPlan
+from agentbench_kv.serving_bench.servers import RunningServer, serve_arm
 
 NAMES = ("full", "full-constrained", "agentkv")
 SHAPES = (SessionShape(100, 10), SessionShape(200, 10))

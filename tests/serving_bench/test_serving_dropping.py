@@ -20,7 +20,7 @@ from agentbench_kv.registry import make_method
 from agentbench_kv.run.engines import start_engine
 from agentbench_kv.run.exact_calls import exact_calls
 from agentbench_kv.run.recordings import Recording, record_file
-from agentbench_kv.serving_bench.bench import engine_arms, sessions_of
+from agentbench_kv.serving_bench.arms import engine_arms
 from agentbench_kv.serving_bench.endpoints import TimedTurn
 from agentbench_kv.serving_bench.jobs import (
     Load,
@@ -32,6 +32,7 @@ from agentbench_kv.serving_bench.jobs import (
 )
 from agentbench_kv.serving_bench.loadgen import measure
 from agentbench_kv.serving_bench.prompts import read_vocabulary
+from agentbench_kv.serving_bench.recorded import sessions_of
 from agentbench_kv.serving_bench.trace import read_trace
 
 Messages = list[dict[str, Any]]

@@ -21,7 +21,7 @@ from agentbench_kv.run.engines import start_engine
 from agentbench_kv.run.exact_calls import ExactCalls, exact_calls
 from agentbench_kv.run.recordings import Recording, record_gold
 from agentbench_kv.serving_bench import bench
-from agentbench_kv.serving_bench.bench import RunningServer, ServingRun, measure_serving
+from agentbench_kv.serving_bench.bench import ServingRun, measure_serving
 from agentbench_kv.serving_bench.jobs import (
     Load,
     LoadJob,
@@ -32,6 +32,7 @@ from agentbench_kv.serving_bench.jobs import (
 )
 from agentbench_kv.serving_bench.loadgen import JobResult
 from agentbench_kv.serving_bench.measurements import Quality, ServingArm, ServingFolder, ServingPlan
+from agentbench_kv.serving_bench.servers import RunningServer
 
 RECORDED = (Recording("s", None, ()),)
 FOUND = ExactCalls(3, 4, 0, 0.1, {"s": (3, 4)})

@@ -16,15 +16,9 @@ from hypothesis import strategies as st
 from agentbench_kv.cli import kvbench
 from agentbench_kv.errors import UsageError
 from agentbench_kv.serving_bench.agent_trace import PUBLISHED, agent_sessions
-from agentbench_kv.serving_bench.bench import recorded_messages
-from agentbench_kv.serving_bench.jobs import (
-    Load,
-    TraceCall,
-    TraceSession,
-    Vocabulary,
-    prefix_hits,
-)
+from agentbench_kv.serving_bench.jobs import Load, TraceCall, TraceSession, Vocabulary, prefix_hits
 from agentbench_kv.serving_bench.prompts import Speaker
+from agentbench_kv.serving_bench.recorded import recorded_messages
 from agentbench_kv.serving_bench.trace import RESIZED, read_trace, scaled, write_trace
 
 SECONDS = st.floats(0, 1000, allow_nan=False)

@@ -24,13 +24,7 @@ import torch
 from agentbench_kv.engines.base import Sampling
 from agentbench_kv.engines.core.gguf_header import ROPE_FACTORS
 from agentbench_kv.engines.core.policy import BackendPolicy
-from agentbench_kv.engines.llamacpp.gguf import (
-    TINY,
-    _weights,
-    make_model,
-    write_file,
-    write_shape,
-)
+from agentbench_kv.engines.llamacpp.gguf import TINY, _weights, make_model, write_file, write_shape
 from agentbench_kv.engines.llamacpp.server import blob as blobs
 from agentbench_kv.engines.llamacpp.server import library
 from agentbench_kv.engines.llamacpp.server.blob import Blob, RowFormat

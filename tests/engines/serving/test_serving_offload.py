@@ -25,7 +25,7 @@ from agentbench_kv.engines.vllm.engine import VllmEngine, VllmEngineWire
 from agentbench_kv.errors import UsageError
 from agentbench_kv.registry import load_engine, make_method
 from agentbench_kv.run.engines import check_pair
-from agentbench_kv.serving_bench.bench import engine_arms
+from agentbench_kv.serving_bench.arms import engine_arms
 
 FACTS = ModelFacts("qwen3", 2, 4, 2, 32, 4096, (1,))
 CONFIG = {
