@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from agentbench_kv.adapters.browser.answers import SEALED, unseal
-from agentbench_kv.engines.serving.wire import read_model
+from agentbench_kv.engines.serving.model_facts import read_model
 from agentbench_kv.errors import KVBenchError
 from agentbench_kv.leaderboard.evidence import (
     CUT_OFF,

@@ -25,7 +25,7 @@ from agentbench_kv.adapters.base import Sample, Task
 from agentbench_kv.engines import base
 from agentbench_kv.engines.core.ledger import SessionLedger
 from agentbench_kv.engines.core.memory import memory_method
-from agentbench_kv.engines.serving.wire import read_model
+from agentbench_kv.engines.serving.model_facts import read_model
 from agentbench_kv.errors import ContextLimitError, KVBenchError
 from agentbench_kv.gateway import Gateway
 from agentbench_kv.gateway.aside import Aside

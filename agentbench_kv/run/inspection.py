@@ -13,7 +13,7 @@ from agentbench_kv.engines.core.gguf_header import read_metadata
 from agentbench_kv.engines.embedded.model import model_path, read_document
 from agentbench_kv.engines.llamacpp.gguf import ARCHITECTURES
 from agentbench_kv.engines.llamacpp.models import refusal, resolve_model
-from agentbench_kv.engines.serving.wire import read_model
+from agentbench_kv.engines.serving.model_facts import read_model
 from agentbench_kv.errors import KVBenchError, UsageError
 from agentbench_kv.gateway.messages import ChatTemplate, Message, tool_call
 from agentbench_kv.phases.machine import PLAIN, PhaseMachine, PhaseTable

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from agentbench_kv.engines.serving.wire import decoder_config, read_model
+from agentbench_kv.engines.serving.model_facts import decoder_config, read_model
 from agentbench_kv.errors import UsageError
 from agentbench_kv.serving_bench.hardware import Hardware
 

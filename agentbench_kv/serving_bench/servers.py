@@ -11,7 +11,7 @@ import httpx
 
 from agentbench_kv.engines.base import Engine, EngineOptions
 from agentbench_kv.engines.embedded.model import model_path
-from agentbench_kv.engines.serving.wire import read_model
+from agentbench_kv.engines.serving.model_facts import read_model
 from agentbench_kv.errors import PrerequisiteError, UsageError
 from agentbench_kv.gateway import open_gateway
 from agentbench_kv.gateway.http import BackgroundServer, ServerSettings

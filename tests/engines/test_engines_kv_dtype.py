@@ -21,8 +21,8 @@ from agentbench_kv.engines.embedded.engine import EmbeddedEngine
 from agentbench_kv.engines.embedded.forced import ForcedPlay
 from agentbench_kv.engines.embedded.model import load_model
 from agentbench_kv.engines.embedded.quantization import asymmetric, symmetric
+from agentbench_kv.engines.serving.model_facts import ModelFacts
 from agentbench_kv.engines.serving.refusals import refuse_quantised
-from agentbench_kv.engines.serving.wire import ModelFacts
 from agentbench_kv.engines.sglang.engine import SglangEngine
 from agentbench_kv.engines.vllm.engine import VllmEngine
 from agentbench_kv.errors import UsageError

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from agentbench_kv.conformance.engines.fixture import write_model
 from agentbench_kv.engines.embedded import model as loading
 from agentbench_kv.engines.embedded.model import load_model, model_path
-from agentbench_kv.engines.serving.wire import read_model
+from agentbench_kv.engines.serving.model_facts import read_model
 from agentbench_kv.errors import KVBenchError, PrerequisiteError
 from agentbench_kv.phases.tokens import load_tokenizer
 

@@ -17,7 +17,7 @@ from agentbench_kv.adapters.browser.frames import FramesSynthetic
 from agentbench_kv.engines.base import EngineInfo
 from agentbench_kv.engines.core.ledger import SessionLedger
 from agentbench_kv.engines.embedded.model import folder_sha, model_path
-from agentbench_kv.engines.serving.wire import read_model
+from agentbench_kv.engines.serving.model_facts import read_model
 from agentbench_kv.errors import UsageError
 from agentbench_kv.leaderboard import add, pack, rerun, validate
 from agentbench_kv.leaderboard.evidence import MANIFEST, RunEvidence, read_run

@@ -28,16 +28,12 @@ from agentbench_kv.engines.embedded.model import free_tokens
 from agentbench_kv.engines.llamacpp.models import KV_ROW_TYPES, ROW_TYPES, resolve_model
 from agentbench_kv.engines.llamacpp.server.app import SETTINGS, Settings
 from agentbench_kv.engines.serving.engine import ServingEngine, run_server, scratch_folder
+from agentbench_kv.engines.serving.model_facts import ModelFacts
 from agentbench_kv.engines.serving.process import ControlError, Launch
 from agentbench_kv.engines.serving.refusals import refuse_method
 from agentbench_kv.engines.serving.session import ServingGeneration, ServingSession
-from agentbench_kv.engines.serving.wire import (
-    EngineWire,
-    GenerationRequest,
-    ModelFacts,
-    RequestError,
-    stop_document,
-)
+from agentbench_kv.engines.serving.transport import RequestError
+from agentbench_kv.engines.serving.wire import EngineWire, GenerationRequest, stop_document
 from agentbench_kv.environments import process_env, python_of
 from agentbench_kv.errors import CapacityError, KVBenchError, MemoryLostError, UsageError
 from agentbench_kv.methods.base import Method

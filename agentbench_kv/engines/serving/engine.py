@@ -36,12 +36,8 @@ from agentbench_kv.engines.serving.session import (
     ServingSession,
     stats_from,
 )
-from agentbench_kv.engines.serving.wire import (
-    EngineWire,
-    GenerationRequest,
-    RequestError,
-    stop_document,
-)
+from agentbench_kv.engines.serving.transport import RequestError
+from agentbench_kv.engines.serving.wire import EngineWire, GenerationRequest, stop_document
 from agentbench_kv.environments import home, python_of
 from agentbench_kv.errors import EngineGoneError, KVBenchError, PrerequisiteError, UsageError
 from agentbench_kv.methods.base import Method, Phase

@@ -9,7 +9,8 @@ from pathlib import Path
 from agentbench_kv.engines.base import EngineOptions
 from agentbench_kv.engines.core.context import stretched_folder
 from agentbench_kv.engines.embedded.model import model_path
-from agentbench_kv.engines.serving.wire import TURNABLE, ModelFacts, asked_context, read_model
+from agentbench_kv.engines.serving.model_facts import TURNABLE, ModelFacts, read_model
+from agentbench_kv.engines.serving.wire import asked_context
 from agentbench_kv.errors import UsageError
 from agentbench_kv.methods.base import Method
 from agentbench_kv.methods.full import Full

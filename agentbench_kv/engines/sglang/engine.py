@@ -17,6 +17,7 @@ import httpx
 from agentbench_kv.engines.base import Capability, EngineOptions, KVStats, PhaseLabeller
 from agentbench_kv.engines.embedded.model import check_dtype, pick_device
 from agentbench_kv.engines.serving.engine import ServingEngine, start_server
+from agentbench_kv.engines.serving.model_facts import CpuRoom, ModelFacts, room_on_cpu
 from agentbench_kv.engines.serving.process import ControlClient, Launch
 from agentbench_kv.engines.serving.refusals import (
     check_context,
@@ -27,16 +28,12 @@ from agentbench_kv.engines.serving.refusals import (
     refuse_quantised,
     refuse_unshared,
 )
+from agentbench_kv.engines.serving.transport import RequestError, post_events
 from agentbench_kv.engines.serving.wire import (
-    CpuRoom,
     EngineWire,
     GenerationRequest,
-    ModelFacts,
-    RequestError,
     as_flags,
     asked_context,
-    post_events,
-    room_on_cpu,
     stop_document,
 )
 from agentbench_kv.engines.sglang.plugin.hooks import KEY

@@ -18,6 +18,7 @@ import httpx
 from agentbench_kv.engines.base import Capability, Constraint, EngineOptions
 from agentbench_kv.engines.embedded.model import check_dtype
 from agentbench_kv.engines.serving.engine import ServingEngine, start_server
+from agentbench_kv.engines.serving.model_facts import CpuRoom, ModelFacts, room_on_cpu
 from agentbench_kv.engines.serving.process import Launch
 from agentbench_kv.engines.serving.refusals import (
     check_context,
@@ -28,16 +29,12 @@ from agentbench_kv.engines.serving.refusals import (
     refuse_quantised,
     refuse_unshared,
 )
+from agentbench_kv.engines.serving.transport import UnixTransport, post_events
 from agentbench_kv.engines.serving.wire import (
-    CpuRoom,
     EngineWire,
     GenerationRequest,
-    ModelFacts,
-    UnixTransport,
     as_flags,
     asked_context,
-    post_events,
-    room_on_cpu,
     stop_document,
 )
 from agentbench_kv.environments import process_env, python_of

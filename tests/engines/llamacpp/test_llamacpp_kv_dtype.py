@@ -9,7 +9,7 @@ import pytest
 
 from agentbench_kv.engines.base import Engine, EngineOptions, Sampling
 from agentbench_kv.engines.llamacpp.engine import LlamaCppEngine
-from agentbench_kv.engines.serving.wire import ModelFacts
+from agentbench_kv.engines.serving.model_facts import ModelFacts
 from agentbench_kv.errors import UsageError
 from agentbench_kv.phases import TokenPhases
 from agentbench_kv.registry import make_method

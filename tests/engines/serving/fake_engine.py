@@ -15,8 +15,8 @@ import httpx
 
 from agentbench_kv.engines.base import Sampling
 from agentbench_kv.engines.serving.engine import ServingEngine
+from agentbench_kv.engines.serving.model_facts import ModelFacts
 from agentbench_kv.engines.serving.process import Launch
-from agentbench_kv.engines.serving.wire import ModelFacts
 from agentbench_kv.engines.vllm.engine import VllmEngineWire
 from agentbench_kv.phases import TokenPhases
 

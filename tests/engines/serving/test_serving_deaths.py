@@ -18,7 +18,7 @@ from agentbench_kv.engines.core.ledger import SessionLedger
 from agentbench_kv.engines.serving import engine as serving
 from agentbench_kv.engines.serving.engine import RESTARTS
 from agentbench_kv.engines.serving.session import ServingSession
-from agentbench_kv.engines.serving.wire import RequestError
+from agentbench_kv.engines.serving.transport import RequestError
 from agentbench_kv.errors import EngineGoneError, KVBenchError, PrerequisiteError, UsageError
 from agentbench_kv.methods.full import Full
 from agentbench_kv.phases import TokenPhases

@@ -17,7 +17,8 @@ from agentbench_kv.engines.embedded.model import model_path
 from agentbench_kv.engines.llamacpp import engine as llamacpp
 from agentbench_kv.engines.serving import wire as wires
 from agentbench_kv.engines.serving.engine import ServingEngine, run_server
-from agentbench_kv.engines.serving.wire import GenerationRequest, ModelFacts
+from agentbench_kv.engines.serving.model_facts import ModelFacts
+from agentbench_kv.engines.serving.wire import GenerationRequest
 from agentbench_kv.engines.sglang import engine as sglang
 from agentbench_kv.engines.vllm.engine import VllmEngineWire
 from agentbench_kv.phases.machine import PromptPhases

@@ -19,7 +19,8 @@ from agentbench_kv.budget import Budget
 from agentbench_kv.cli import kvbench
 from agentbench_kv.engines.base import EngineOptions
 from agentbench_kv.engines.serving.engine import ServingEngine
-from agentbench_kv.engines.serving.wire import EngineWire, ModelFacts
+from agentbench_kv.engines.serving.model_facts import ModelFacts
+from agentbench_kv.engines.serving.wire import EngineWire
 from agentbench_kv.engines.sglang.engine import SglangEngine, SglangEngineWire
 from agentbench_kv.engines.vllm.engine import VllmEngine, VllmEngineWire
 from agentbench_kv.errors import UsageError

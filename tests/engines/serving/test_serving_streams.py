@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from agentbench_kv.engines.serving.wire import RequestError, post_events
+from agentbench_kv.engines.serving.transport import RequestError, post_events
 
 
 class Chunks(httpx.SyncByteStream):

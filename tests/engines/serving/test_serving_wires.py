@@ -16,8 +16,9 @@ from agentbench_kv.engines.base import EngineOptions
 from agentbench_kv.engines.core.ledger import WindowBytes
 from agentbench_kv.engines.core.policy import VARIABLE, method_from
 from agentbench_kv.engines.serving.engine import ServingEngine
+from agentbench_kv.engines.serving.model_facts import ModelFacts, read_model
 from agentbench_kv.engines.serving.refusals import refuse_method
-from agentbench_kv.engines.serving.wire import EngineWire, ModelFacts, read_model
+from agentbench_kv.engines.serving.wire import EngineWire
 from agentbench_kv.engines.sglang.engine import SglangEngine, SglangEngineWire
 from agentbench_kv.engines.vllm.engine import (
     VllmEngine,
@@ -139,7 +140,7 @@ def test_a_config_changed_on_the_command_line_is_not_the_one_keys_are_turned_by(
 
 
 LARGE = replace(FACTS, layers=28, kv_heads=8, head_dim=128, context_limit=40_960)
-FREE = "agentbench_kv.engines.serving.wire.free_memory"
+FREE = "agentbench_kv.engines.serving.model_facts.free_memory"
 
 
 def value_of(words: Sequence[str], option: str) -> int:

@@ -14,7 +14,7 @@ from agentbench_kv.engines.core.ledger import Eviction
 from agentbench_kv.engines.core.policy import BackendPolicy
 from agentbench_kv.engines.core.rings import RowShape
 from agentbench_kv.engines.core.rows import Fed
-from agentbench_kv.engines.serving.wire import CpuRoom, ModelFacts
+from agentbench_kv.engines.serving.model_facts import CpuRoom, ModelFacts
 from agentbench_kv.engines.sglang.engine import SglangEngineWire, _refuse_abort, flags
 from agentbench_kv.engines.sglang.plugin import cpu
 from agentbench_kv.engines.sglang.plugin.hooks import Patches
@@ -23,12 +23,7 @@ from agentbench_kv.engines.sglang.plugin.prefixes import SharedPrefixes
 from agentbench_kv.engines.sglang.plugin.sessions import SglangSessions, attach
 from agentbench_kv.engines.sglang.plugin.steps import Steps
 from agentbench_kv.engines.sglang.plugin.versions import VERSIONS, Sglang0512, Sglang0523
-from agentbench_kv.engines.sglang.plugin.worker import (
-    DecodedRow,
-    DeviceWorker,
-    Pool,
-    PrefilledRows,
-)
+from agentbench_kv.engines.sglang.plugin.worker import DecodedRow, DeviceWorker, Pool, PrefilledRows
 from agentbench_kv.errors import CapacityError, KVBenchError
 from agentbench_kv.kernels.layout import PagedRows
 from agentbench_kv.methods.base import Method

@@ -14,7 +14,7 @@ from agentbench_kv.conformance.engines import engine_suite
 from agentbench_kv.conformance.engines.fixture import prompt, write_model
 from agentbench_kv.engines.base import Engine, EngineOptions, KVStats, Sampling
 from agentbench_kv.engines.embedded.engine import EmbeddedEngine
-from agentbench_kv.engines.serving.wire import post_events
+from agentbench_kv.engines.serving.transport import post_events
 from agentbench_kv.engines.sglang.engine import SglangEngine
 from agentbench_kv.errors import KVBenchError, PrerequisiteError, UsageError
 from agentbench_kv.methods.base import Method
