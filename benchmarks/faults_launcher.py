@@ -26,7 +26,7 @@ def preload() -> None:
 
     import agentbench_kv.cli.output
     import agentbench_kv.cli.run
-    import agentbench_kv.engines.api.http
+    import agentbench_kv.engines.api.spending
     import agentbench_kv.engines.embedded.engine
     import agentbench_kv.engines.scripted
     import agentbench_kv.run.runner  # noqa: F401

@@ -47,7 +47,7 @@ def run(
     """
     from agentbench_kv.cli.interrupts import interruptible
     from agentbench_kv.cli.output import run_progress, show_lost, show_outcome, show_plan
-    from agentbench_kv.engines.api.http import spending_limit
+    from agentbench_kv.engines.api.spending import spending_limit
     from agentbench_kv.run.calibration import identified
     from agentbench_kv.run.runner import check_all, run_all
     from agentbench_kv.run.spec import default_methods, grid

@@ -14,7 +14,16 @@ from concurrent.futures import CancelledError, Future
 from pathlib import Path
 from typing import Any, Self
 
-from agentbench_kv.engines.api import http
+from agentbench_kv.engines.api.asking import Asker, RetryPolicy
+from agentbench_kv.engines.api.completions import request_body
+from agentbench_kv.engines.api.endpoints import Endpoint, parse_model
+from agentbench_kv.engines.api.spending import PRICES, Prices, Spending, spending_of_this_command
+from agentbench_kv.engines.api.transports import (
+    HttpTransport,
+    LitellmTransport,
+    Transport,
+    check_litellm,
+)
 from agentbench_kv.engines.base import EngineInfo, EngineOptions, FinishReason
 from agentbench_kv.engines.text import TextEngine, TextReply, TextRequest, TextSampling
 from agentbench_kv.errors import UsageError
@@ -27,23 +36,23 @@ class ApiEngine(TextEngine):
 
     def __init__(
         self,
-        endpoint: http.Endpoint,
+        endpoint: Endpoint,
         *,
         model: str,
-        policy: http.RetryPolicy | None = None,
-        prices: http.Prices | None = None,
-        spending: http.Spending | None = None,
+        policy: RetryPolicy | None = None,
+        prices: Prices | None = None,
+        spending: Spending | None = None,
     ) -> None:
         policy, spending = (
-            policy or http.RetryPolicy.from_environment(),
-            spending or http.Spending(),
+            policy or RetryPolicy.from_environment(),
+            spending or Spending(),
         )
         self._endpoint = endpoint
         self._prices = prices
-        kind = http.LitellmTransport if endpoint.litellm else http.HttpTransport
-        self._transport: http.Transport = kind(endpoint, policy.timeout_s)
-        account = spending or http.Spending()
-        self._asker = http.Asker(endpoint, self._transport, policy, prices, account)
+        kind = LitellmTransport if endpoint.litellm else HttpTransport
+        self._transport: Transport = kind(endpoint, policy.timeout_s)
+        account = spending or Spending()
+        self._asker = Asker(endpoint, self._transport, policy, prices, account)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run_loop, name="kvbench-api", daemon=True)
         self._thread.start()
@@ -53,24 +62,24 @@ class ApiEngine(TextEngine):
     @classmethod
     def check_model(cls, model: str) -> None:
         """Refuse a name of another form, a missing key, wrong variables, a limit without prices."""
-        if http.parse_model(model).litellm:
-            http.check_litellm()
-        http.RetryPolicy.from_environment()
-        prices = http.Prices.from_environment()
-        if http.spending_of_this_command().limit is not None and prices is None:
+        if parse_model(model).litellm:
+            check_litellm()
+        RetryPolicy.from_environment()
+        prices = Prices.from_environment()
+        if spending_of_this_command().limit is not None and prices is None:
             raise UsageError(
                 "--max-cost needs prices, which are never guessed; set "
-                f"{http.PRICES}=PROMPT,OUTPUT, money per million tokens"
+                f"{PRICES}=PROMPT,OUTPUT, money per million tokens"
             )
 
     @classmethod
     def create(cls, options: EngineOptions) -> Self:
         cls.check_model(options.model)
         return cls(
-            http.parse_model(options.model),
+            parse_model(options.model),
             model=options.model,
-            prices=http.Prices.from_environment(),
-            spending=http.spending_of_this_command(),
+            prices=Prices.from_environment(),
+            spending=spending_of_this_command(),
         )
 
     def ask(
@@ -81,7 +90,7 @@ class ApiEngine(TextEngine):
     ) -> TextRequest:
         # OpenAI's newer models refuse the old name, older servers do not know the new one.
         limit_name = "max_completion_tokens" if self._endpoint.public else "max_tokens"
-        body = http.request_body(self._endpoint.model, messages, tools, sampling, limit_name)
+        body = request_body(self._endpoint.model, messages, tools, sampling, limit_name)
         return _Request(asyncio.run_coroutine_threadsafe(self._asker.ask(body), self._loop))
 
     def provenance(self) -> dict[str, Any]:

@@ -16,8 +16,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from agentbench_kv.engines.api.asking import RetryPolicy
+from agentbench_kv.engines.api.endpoints import parse_model
 from agentbench_kv.engines.api.engine import ApiEngine
-from agentbench_kv.engines.api.http import Prices, RetryPolicy, Spending, parse_model
+from agentbench_kv.engines.api.spending import Prices, Spending
 
 Messages = list[dict[str, Any]]
 Answers = Callable[[Messages], dict[str, Any]]

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from agentbench_kv.engines.api.asking import RetryPolicy
+from agentbench_kv.engines.api.endpoints import parse_model
 from agentbench_kv.engines.api.engine import ApiEngine
-from agentbench_kv.engines.api.http import RetryPolicy, parse_model
 from agentbench_kv.errors import PrerequisiteError
 from agentbench_kv.gateway import TextGateway
 

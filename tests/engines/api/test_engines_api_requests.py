@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 
-from agentbench_kv.engines.api import http
+from agentbench_kv.engines.api import asking
+from agentbench_kv.engines.api.asking import Asker, RetryPolicy
+from agentbench_kv.engines.api.endpoints import Endpoint
 from agentbench_kv.engines.api.engine import ApiEngine
-from agentbench_kv.engines.api.http import EndpointAnswer, Prices, RetryPolicy
+from agentbench_kv.engines.api.spending import Prices, Spending
+from agentbench_kv.engines.api.transports import EndpointAnswer
 from agentbench_kv.errors import EndpointError, KVBenchError, PrerequisiteError, UsageError
 from agentbench_kv.gateway import Options, TextGateway, open_gateway
 
@@ -227,11 +230,11 @@ def test_requests_keep_their_distance(monkeypatch: pytest.MonkeyPatch) -> None:
     async def note(seconds: float) -> None:
         waits.append(seconds)
 
-    monkeypatch.setattr(http.asyncio, "sleep", note)
-    monkeypatch.setattr(http.time, "monotonic", lambda: 0.0)
+    monkeypatch.setattr(asking.asyncio, "sleep", note)
+    monkeypatch.setattr(asking.time, "monotonic", lambda: 0.0)
     transport: Any = None
     policy = RetryPolicy(per_minute=60)
-    asker = http.Asker(http.Endpoint("http://x", "m"), transport, policy, None, http.Spending())
+    asker = Asker(Endpoint("http://x", "m"), transport, policy, None, Spending())
     for _ in range(3):
         asyncio.run(asker._wait_for_turn())
     assert waits == [1.0, 2.0]
