@@ -76,8 +76,8 @@ def doctor(ctx: click.Context, model: str | None, tool_syntax: str, as_json: boo
 def _show_model(model: str, tool_syntax: str, as_json: bool) -> None:
     from rich.text import Text
 
-    from agentbench_kv.results.show import PHASE_STYLES
     from agentbench_kv.results.terminal import console, visible
+    from agentbench_kv.results.transcripts import PHASE_STYLES
     from agentbench_kv.run.inspection import inspect
 
     report = inspect(model, tool_syntax)

@@ -1,30 +1,23 @@
-"""What `kvbench summarize` and `kvbench show` print: tables, the timeline of a run, transcripts.
+"""What `kvbench summarize` and `kvbench show` print.
 
-Every cell is data: markup and control characters stay visible text. A transcript is what a model
-and a benchmark wrote: any JSON at all. What looks like chat messages is laid out as such.
+Every cell is data: markup and control characters stay visible text.
 """
 
 from __future__ import annotations
 
-import json
-import statistics
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
-from importlib.util import find_spec
 from itertools import chain
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from rich.table import Table
-from rich.text import Text
 
 from agentbench_kv.budget import Budget
-from agentbench_kv.errors import PrerequisiteError, UsageError
+from agentbench_kv.errors import UsageError
 from agentbench_kv.results import terminal
-from agentbench_kv.results.files import writing
 from agentbench_kv.results.records import TrialRecord, TurnRecord
 from agentbench_kv.results.runs import Run, load_run
 from agentbench_kv.results.stats import Interval
@@ -32,15 +25,9 @@ from agentbench_kv.results.store import RunReader, RunStore, suggestion, turns_b
 from agentbench_kv.results.summary import Summary, build, ledger_means, median, summarize
 from agentbench_kv.results.tables import formats
 from agentbench_kv.results.tables.ledger import ledger_tables
-from agentbench_kv.results.terminal import (
-    failures,
-    megabytes,
-    new_table,
-    number,
-    plain,
-    share,
-    visible,
-)
+from agentbench_kv.results.terminal import failures, megabytes, new_table, number, plain, share
+from agentbench_kv.results.timeline import check_drawing, draw_timeline, steps, timeline_table
+from agentbench_kv.results.transcripts import transcript_lines
 
 T = TypeVar("T")
 _MOST_ROWS = 50
@@ -194,221 +181,6 @@ def facts_table(summary: Summary) -> Table:
     for name, value in [*facts, *(("note", note) for note in summary.notes)]:
         table.add_row(plain(name), plain(value))
     return table
-
-
-_WIDTH = 48
-_MOST_BARS = 60
-_HELD, _EVICTED = "█", "░"
-_HELD_COLOUR, _EVICTED_COLOUR = "#3b6fb6", "#c8483c"
-
-
-@dataclass(frozen=True)
-class TimelineStep:
-    """One turn index over the trials that reached it; tokens per (layer, KV head)."""
-
-    turn: int
-    trials: int
-    held: float  # median of what was live when the turn ended
-    low: float  # its 10th and 90th percentile; both `held` where there is one trial
-    high: float
-    evicted: float  # median of what was evicted during the turn
-    events: int  # in all trials together
-
-
-def steps(turns: Sequence[TurnRecord]) -> list[TimelineStep]:
-    found = []
-    for group in turns_by_index(turns):
-        held = [turn.live_after for turn in group]
-        deciles = statistics.quantiles(held, n=10, method="inclusive") if len(held) > 1 else held
-        ends = statistics.median(held), deciles[0], deciles[-1]
-        evicted = statistics.median(turn.evicted for turn in group)
-        events = sum(turn.events for turn in group)
-        found.append(TimelineStep(group[0].turn, len(group), *ends, evicted, events))
-    return found
-
-
-def timeline_table(
-    timeline: Sequence[TimelineStep], budget: int | None = None, token_bytes: float | None = None
-) -> Table:
-    """Return one bar per turn: held at its end, then evicted during it; the budget marked below.
-
-    With the bytes of a token, what is held stands in MB, too.
-    """
-    sizes = ["held MB"] * (token_bytes is not None)
-    bars = f"live KV: {_HELD} held, {_EVICTED} evicted"
-    table = new_table("turn", bars, *sizes, "held", "evicted")
-    most = max([step.held + step.evicted for step in timeline] + [budget or 0, 1])
-    scale = _WIDTH / most
-    for step in timeline[:_MOST_BARS]:
-        held = round(step.held * scale)
-        # Rounded together, so that equal sums end in the same column.
-        evicted = round((step.held + step.evicted) * scale) - held
-        bar = Text.assemble((_HELD * held, "blue"), (_EVICTED * evicted, "red"))
-        size = [] if token_bytes is None else [megabytes(step.held * token_bytes)]
-        cells = (*size, number(step.held), number(step.evicted))
-        table.add_row(plain(step.turn), bar, *map(plain, cells))
-    if len(timeline) > _MOST_BARS:
-        table.add_row("", f"and {len(timeline) - _MOST_BARS} more turns; --png draws all")
-    if budget is not None:
-        table.add_row("", f"{' ' * max(0, round(budget * _WIDTH / most) - 1)}▲ budget {budget}")
-    return table
-
-
-def check_drawing() -> None:
-    """Raise a PrerequisiteError if a picture cannot be drawn, with the command that helps."""
-    if find_spec("matplotlib") is None:
-        raise PrerequisiteError(
-            "--png needs matplotlib, from the extra [analysis]: in the clone, pip install "
-            '".[analysis]"; elsewhere, pip install matplotlib'
-        )
-
-
-def draw_timeline(
-    timeline: Sequence[TimelineStep],
-    path: Path,
-    title: str,
-    budget: int | None = None,
-    token_bytes: float | None = None,
-) -> None:
-    """Draw the timeline as a PNG file; whiskers are the 10th and 90th percentile over trials.
-
-    Up goes MB where the bytes of a token are known, with tokens at the other side; else tokens.
-    """
-    check_drawing()
-    # Not pyplot: it keeps global state and may want a display.
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4), layout="constrained")
-    axes = figure.subplots()
-    index, held = [step.turn for step in timeline], [step.held for step in timeline]
-    spread = [[s.held - s.low for s in timeline], [s.high - s.held for s in timeline]]
-    axes.bar(index, held, color=_HELD_COLOUR, label="held at the turn's end")
-    axes.errorbar(index, held, yerr=spread, fmt="none", ecolor="black", elinewidth=0.8)
-    axes.bar(
-        index, [step.evicted for step in timeline], bottom=held,
-        color=_EVICTED_COLOUR, alpha=0.5, label="evicted in the turn",
-    )  # fmt: skip
-    if budget is not None:
-        axes.axhline(budget, color="black", linestyle="--", linewidth=0.8, label=f"budget {budget}")
-    axes.set_xlabel("turn")
-    tokens = "live tokens per layer and KV head"
-    if token_bytes is None:
-        axes.set_ylabel(tokens)
-    else:
-        unit = token_bytes / 1e6
-        axes.secondary_yaxis("right").set_ylabel(tokens)
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value * unit:.3g}")
-        axes.set_ylabel("live MB of a session")
-    # A title is data: a font may lack its letters, and `$` would be taken for a formula.
-    axes.set_title(visible(title).encode("ascii", "backslashreplace").decode(), parse_math=False)
-    axes.legend(fontsize="small")
-    with writing(path):
-        figure.savefig(path, dpi=150, format="png")
-
-
-# Colours as in the pictures of `kvbench analyze`; every line names its phase too.
-PHASE_STYLES = {"think": "blue", "act": "yellow", "tool": "green", "others": ""}
-_MOST_CHARACTERS = 8_000
-_EVENT_STYLE = "bold red"
-_TAG = max(map(len, PHASE_STYLES))
-
-
-class Segment(NamedTuple):
-    """A part of a message that belongs to one phase."""
-
-    phase: str
-    text: str
-
-
-def segments(message: Any) -> list[Segment]:
-    """Split a chat message into its phases, in the order a chat template writes them.
-
-    Reasoning is *think*, tool calls are *act*, a tool's answer is *tool*, and all else, the final
-    answer included, *others*.
-    """
-    if not isinstance(message, dict):
-        return [Segment("others", _text(message))]
-    content = _text(message.get("content"))
-    if message.get("role") == "tool":
-        return [Segment("tool", content)]
-    thought = _text(message.get("reasoning_content") or message.get("reasoning"))
-    acts = map(_call, _list(message.get("tool_calls") or None))
-    found = [Segment("think", thought), Segment("others", content)]
-    return [part for part in found if part.text] + [Segment("act", act) for act in acts]
-
-
-def transcript_lines(document: Any, turns: Sequence[TurnRecord]) -> Iterator[Text]:
-    """Yield what to print of a transcript file's content, a line or a paragraph each.
-
-    With one turn per assistant message, events are placed after the message during which they
-    happened, else they are listed at the end.
-    """
-    fields = document if isinstance(document, dict) else {"transcript": document}
-    messages, events = _list(fields.get("transcript")), _list(fields.get("events"))
-    replies = sum(_role(message) == "assistant" for message in messages)
-    placed = replies == len(turns) and sum(turn.events for turn in turns) == len(events)
-    left, turn_of = iter(events), iter(turns)
-    for message in messages:
-        turn = next(turn_of) if placed and _role(message) == "assistant" else None
-        yield _header(message, turn)
-        for segment in segments(message):
-            yield _paragraph(segment)
-        for _ in range(turn.events if turn else 0):
-            yield _event(next(left))
-    for event in left:
-        yield _event(event)
-
-
-def _header(message: Any, turn: TurnRecord | None) -> Text:
-    text = Text(visible(_role(message)), style="bold")
-    if turn is not None:
-        live = f"{turn.live_before} > {turn.live_after} live"
-        text.append(f"  turn {turn.turn}, {live}", style="dim")
-    return text
-
-
-def _paragraph(segment: Segment) -> Text:
-    shown = segment.text[:_MOST_CHARACTERS]
-    if len(shown) < len(segment.text):
-        left = len(segment.text) - len(shown)
-        shown += f"\n({left} more characters; --json shows all)"
-    lines = visible(shown, keep="\n").split("\n")
-    tag = f"  {segment.phase:<{_TAG}} | "
-    return Text("\n".join(tag + line for line in lines), style=PHASE_STYLES[segment.phase])
-
-
-def _event(event: Any) -> Text:
-    if not isinstance(event, dict):
-        return Text(f"  event: {visible(_text(event))}", style=_EVENT_STYLE)
-    before, after = event.get("live_before"), event.get("live_after")
-    known = isinstance(before, int) and isinstance(after, int)
-    lost = f"{before - after} evicted, " if known else ""  # type: ignore[operator]
-    line = (
-        f"  event: {before} > {after} live ({lost}{event.get('decoded')} decoded, "
-        f"{event.get('logical')} logical so far)"
-    )
-    return Text(visible(line), style=_EVENT_STYLE)
-
-
-def _role(message: Any) -> str:
-    role = message.get("role") if isinstance(message, dict) else None
-    return role if isinstance(role, str) else "entry"
-
-
-def _call(call: Any) -> str:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict):
-        return _text(call)
-    return f"{_text(function.get('name'))}({_text(function.get('arguments'))})"
-
-
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value] * (value is not None)
-
-
-def _text(value: Any) -> str:
-    known = "" if value is None else value
-    return known if isinstance(known, str) else json.dumps(known, ensure_ascii=False)
 
 
 def summarize_runs(out: Path, runs: Sequence[str], as_json: bool) -> None:

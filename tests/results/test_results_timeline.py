@@ -9,9 +9,9 @@ import pytest
 from rich.console import Console
 
 from agentbench_kv.errors import PrerequisiteError
-from agentbench_kv.results import show
+from agentbench_kv.results import timeline
 from agentbench_kv.results.records import TurnRecord
-from agentbench_kv.results.show import TimelineStep, draw_timeline, steps, timeline_table
+from agentbench_kv.results.timeline import TimelineStep, draw_timeline, steps, timeline_table
 
 
 def turn(index: int, live: int, evicted: int = 0, sample: str = "s", events: int = 0) -> TurnRecord:
@@ -78,7 +78,7 @@ def test_a_run_without_turns_is_an_empty_picture(tmp_path):
 
 
 def test_without_matplotlib_the_command_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(show, "find_spec", lambda _name: None)
+    monkeypatch.setattr(timeline, "find_spec", lambda _name: None)
     with pytest.raises(PrerequisiteError, match=r'pip install "\.\[analysis\]"'):
         draw_timeline([], tmp_path / "x.png", "title")
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from agentbench_kv.results.records import TurnRecord
-from agentbench_kv.results.show import PHASE_STYLES, Segment, segments, transcript_lines
+from agentbench_kv.results.transcripts import PHASE_STYLES, Segment, segments, transcript_lines
 
 CALL = {"id": "1", "type": "function", "function": {"name": "scan", "arguments": '{"a": 1}'}}
 MESSAGES = [

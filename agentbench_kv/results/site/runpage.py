@@ -18,10 +18,10 @@ from agentbench_kv.results.files import file_sha
 from agentbench_kv.results.lines import parse_lines
 from agentbench_kv.results.records import TrialRecord, TurnRecord
 from agentbench_kv.results.runs import Problem, Run
-from agentbench_kv.results.show import Segment, segments
 from agentbench_kv.results.site.charts import visible
 from agentbench_kv.results.store import RunReader, turns_by_index, turns_by_trial
 from agentbench_kv.results.tables.ledger import ledger_tables
+from agentbench_kv.results.transcripts import Segment, segments
 
 MOST_FAILURES = 200
 MOST_SAMPLES = 1000
