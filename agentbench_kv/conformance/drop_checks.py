@@ -22,8 +22,9 @@ from agentbench_kv.gateway import Gateway
 from agentbench_kv.gateway.aside import Aside
 from agentbench_kv.gateway.cursors import places_of_cursors, with_cursors
 from agentbench_kv.gateway.dropping import joined
+from agentbench_kv.gateway.exchange import Options
 from agentbench_kv.gateway.messages import Message, text_of
-from agentbench_kv.gateway.session import Options, Session
+from agentbench_kv.gateway.session import Session
 from agentbench_kv.methods.base import Method
 from agentbench_kv.methods.dropping.policy import Drop, DropMethod, History, Part, Role, What
 from agentbench_kv.methods.dropping.sidequest import SideQuestPrompted

@@ -9,15 +9,10 @@ from typing import Any
 from agentbench_kv.engines.base import Engine
 from agentbench_kv.engines.text import TextEngine
 from agentbench_kv.gateway.base import AnyGateway
+from agentbench_kv.gateway.exchange import ChatResult, Options
 from agentbench_kv.gateway.gateway import Gateway
 from agentbench_kv.gateway.parsing import Delta
-from agentbench_kv.gateway.session import (
-    ChatResult,
-    Options,
-    SessionBusyError,
-    SessionLimitError,
-    UnknownSessionError,
-)
+from agentbench_kv.gateway.session import SessionBusyError, SessionLimitError, UnknownSessionError
 from agentbench_kv.gateway.text import TextGateway
 from agentbench_kv.methods.base import CLOSINGS, Method
 from agentbench_kv.methods.dropping.policy import DropMethod

@@ -15,20 +15,16 @@ from typing import Any, Generic, TypeVar
 from agentbench_kv.adapters.base import LastUses
 from agentbench_kv.engines.base import Capability, Engine, KVStats
 from agentbench_kv.errors import EngineGoneError, KVBenchError, UsageError
+from agentbench_kv.gateway.exchange import Answer, Cancellation, ChatResult, Options
 from agentbench_kv.gateway.headerless import HINT, HINT_AFTER, Conversations, Opening
 from agentbench_kv.gateway.memory import Memories
 from agentbench_kv.gateway.messages import Message
+from agentbench_kv.gateway.reports import SessionReport, TurnInfo
 from agentbench_kv.gateway.session import (
-    Answer,
     BaseSession,
-    Cancellation,
-    ChatResult,
     Known,
-    Options,
     SessionBusyError,
     SessionLimitError,
-    SessionReport,
-    TurnInfo,
     UnknownSessionError,
 )
 

@@ -10,8 +10,10 @@ from agentbench_kv.adapters.base import Message, PastSession, Reading, Reply
 from agentbench_kv.engines.base import Capability, KVStats
 from agentbench_kv.errors import ContextLimitError, KVBenchError, UsageError
 from agentbench_kv.gateway.base import AnyGateway
+from agentbench_kv.gateway.exchange import Options
 from agentbench_kv.gateway.memory import Appended
-from agentbench_kv.gateway.session import Options, SessionReport, Spent, UnknownSessionError
+from agentbench_kv.gateway.reports import SessionReport, Spent
+from agentbench_kv.gateway.session import UnknownSessionError
 
 
 class InProcessClient:

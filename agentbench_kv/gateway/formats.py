@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentbench_kv.gateway.api_errors import ApiError
+from agentbench_kv.gateway.exchange import ChatResult
 from agentbench_kv.gateway.parsing import Delta, Logprob
 from agentbench_kv.gateway.requests import EmbeddingRequest
-from agentbench_kv.gateway.session import ChatResult
 
 _numbers = itertools.count(1)
 DONE = b"data: [DONE]\n\n"

@@ -21,6 +21,7 @@ from agentbench_kv.errors import UsageError
 from agentbench_kv.gateway.aside import Aside
 from agentbench_kv.gateway.base import BaseGateway, Request
 from agentbench_kv.gateway.dropping import SessionDrops
+from agentbench_kv.gateway.exchange import Answer, Cancellation, Options
 from agentbench_kv.gateway.executing import Executor
 from agentbench_kv.gateway.grammar import GrammarCompiler
 from agentbench_kv.gateway.memory import ASIDE, BankMemories
@@ -28,15 +29,7 @@ from agentbench_kv.gateway.messages import Message, count_calls
 from agentbench_kv.gateway.parsing import Reader
 from agentbench_kv.gateway.planning import Planner, reminder
 from agentbench_kv.gateway.readers import reader_for, unread_syntax
-from agentbench_kv.gateway.session import (
-    Answer,
-    Cancellation,
-    Options,
-    Plan,
-    Session,
-    UnknownSessionError,
-    notes_for,
-)
+from agentbench_kv.gateway.session import Plan, Session, UnknownSessionError, notes_for
 from agentbench_kv.gateway.sidequest import Tools
 from agentbench_kv.gateway.turn import Turn
 from agentbench_kv.methods.base import CLOSINGS

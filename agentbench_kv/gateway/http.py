@@ -24,6 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from agentbench_kv.errors import KVBenchError, PrerequisiteError
 from agentbench_kv.gateway.api_errors import ApiError, as_api_error
 from agentbench_kv.gateway.base import AnyGateway
+from agentbench_kv.gateway.exchange import Answer, Cancellation, ChatResult, Item
 from agentbench_kv.gateway.formats import (
     ChatFormat,
     ChoiceFormat,
@@ -40,6 +41,7 @@ from agentbench_kv.gateway.listening import (
     listen,
     make_server,
 )
+from agentbench_kv.gateway.reports import TurnInfo
 from agentbench_kv.gateway.requests import (
     ChatRequest,
     CommonRequest,
@@ -55,7 +57,6 @@ from agentbench_kv.gateway.responses import (
     ResponseStore,
     new_id,
 )
-from agentbench_kv.gateway.session import Answer, Cancellation, ChatResult, Item, TurnInfo
 
 _REQUESTS = "kvbench_requests_total"
 _EXPIRED = "kvbench_sessions_expired_total"

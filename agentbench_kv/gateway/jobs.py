@@ -10,7 +10,7 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from agentbench_kv.gateway.api_errors import ApiError
-from agentbench_kv.gateway.session import Cancellation
+from agentbench_kv.gateway.exchange import Cancellation
 
 Work = Callable[[Cancellation], Iterator[Any]]
 T = TypeVar("T")

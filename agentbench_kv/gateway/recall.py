@@ -14,7 +14,8 @@ from agentbench_kv.gateway.base import AnyGateway
 from agentbench_kv.gateway.checkpoints import Checkpoints, PackingStore, Telling
 from agentbench_kv.gateway.memory import ASIDE, Memories, Remembered
 from agentbench_kv.gateway.messages import Message, text_of
-from agentbench_kv.gateway.session import SessionReport, UnknownSessionError
+from agentbench_kv.gateway.reports import SessionReport
+from agentbench_kv.gateway.session import UnknownSessionError
 
 _TITLE = "Memories of earlier conversations:"
 

@@ -16,9 +16,9 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from agentbench_kv.gateway.api_errors import ApiError
+from agentbench_kv.gateway.exchange import Options
 from agentbench_kv.gateway.grammar import JsonFormat, ToolChoice
 from agentbench_kv.gateway.messages import check_levels
-from agentbench_kv.gateway.session import Options
 from agentbench_kv.methods.spans import Hints
 from agentbench_kv.phases.tokens import encodable
 

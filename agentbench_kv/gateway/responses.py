@@ -22,6 +22,7 @@ from pydantic import BaseModel, Field
 from agentbench_kv.errors import UsageError
 from agentbench_kv.gateway.api_errors import ApiError
 from agentbench_kv.gateway.base import AnyGateway
+from agentbench_kv.gateway.exchange import Answer, Cancellation, ChatResult, Options
 from agentbench_kv.gateway.formats import Format, sse
 from agentbench_kv.gateway.messages import text_of, tool_call
 from agentbench_kv.gateway.parsing import Delta, Logprob
@@ -34,13 +35,7 @@ from agentbench_kv.gateway.requests import (
     ToolMode,
     tool_choice,
 )
-from agentbench_kv.gateway.session import (
-    Answer,
-    Cancellation,
-    ChatResult,
-    Options,
-    UnknownSessionError,
-)
+from agentbench_kv.gateway.session import UnknownSessionError
 
 Messages = list[dict[str, Any]]
 _SHOW_LOGPROBS = "message.output_text.logprobs"

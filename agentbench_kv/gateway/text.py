@@ -24,19 +24,13 @@ from agentbench_kv.gateway.base import BaseGateway, Request
 from agentbench_kv.gateway.calls import Tools, read_calls
 from agentbench_kv.gateway.cursors import question, with_cursors
 from agentbench_kv.gateway.dropping import SessionDrops, as_text, drop_key
+from agentbench_kv.gateway.exchange import Answer, ChatResult, Options
 from agentbench_kv.gateway.grammar import JsonFormat, ToolChoice
 from agentbench_kv.gateway.messages import Message, canonical, tool_call
 from agentbench_kv.gateway.parsing import Delta, OutputParser
 from agentbench_kv.gateway.readers import unread_syntax
-from agentbench_kv.gateway.session import (
-    Answer,
-    BaseSession,
-    ChatResult,
-    Known,
-    Options,
-    SessionReport,
-    TurnInfo,
-)
+from agentbench_kv.gateway.reports import SessionReport, TurnInfo
+from agentbench_kv.gateway.session import BaseSession, Known
 from agentbench_kv.gateway.sidequest import expired, question_due
 from agentbench_kv.methods.dropping.policy import DropMethod
 from agentbench_kv.methods.dropping.sidequest import SideQuestPrompted

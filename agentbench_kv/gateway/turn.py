@@ -8,27 +8,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from agentbench_kv.engines.base import (
-    FinishReason,
-    Generation,
-    KVStats,
-    Sampling,
-    TokenLogprob,
-)
+from agentbench_kv.engines.base import FinishReason, Generation, KVStats, Sampling, TokenLogprob
 from agentbench_kv.engines.core.grammar import GrammarConstraint
 from agentbench_kv.errors import ContextLimitError, KVBenchError
+from agentbench_kv.gateway.exchange import Cancellation, ChatResult, Options
 from agentbench_kv.gateway.messages import Message, canonical
 from agentbench_kv.gateway.parsing import Delta, Logprob, Reader, beginning_of
-from agentbench_kv.gateway.session import (
-    Cancellation,
-    ChatResult,
-    Known,
-    Options,
-    Plan,
-    Session,
-    TurnInfo,
-    count_phases,
-)
+from agentbench_kv.gateway.reports import TurnInfo, count_phases
+from agentbench_kv.gateway.session import Known, Plan, Session
 from agentbench_kv.methods.base import Phase
 from agentbench_kv.phases.tokens import IncrementalDecoder, StopMatcher, TokenCodec
 

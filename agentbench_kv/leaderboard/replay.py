@@ -30,7 +30,8 @@ from agentbench_kv.errors import ContextLimitError, KVBenchError
 from agentbench_kv.gateway import Gateway
 from agentbench_kv.gateway.aside import Aside
 from agentbench_kv.gateway.http import BackgroundServer
-from agentbench_kv.gateway.session import Session, Spent
+from agentbench_kv.gateway.reports import Spent
+from agentbench_kv.gateway.session import Session
 from agentbench_kv.leaderboard.evidence import (
     CUT_OFF,
     OWN,

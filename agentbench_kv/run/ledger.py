@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from agentbench_kv.adapters.base import Reading
-from agentbench_kv.gateway.session import Spent, TurnInfo
+from agentbench_kv.gateway.reports import Spent, TurnInfo
 from agentbench_kv.results.records import Metric, TurnRecord
 
 

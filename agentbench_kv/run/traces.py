@@ -22,7 +22,8 @@ from agentbench_kv.engines.embedded.model import model_path
 from agentbench_kv.engines.scripted import ScriptedGeneration
 from agentbench_kv.gateway import Gateway
 from agentbench_kv.gateway.base import Request
-from agentbench_kv.gateway.session import Answer, ChatResult, Session
+from agentbench_kv.gateway.exchange import Answer, ChatResult
+from agentbench_kv.gateway.session import Session
 from agentbench_kv.methods.dropping.sidequest import SideQuest
 from agentbench_kv.methods.spans import SpanRange
 from agentbench_kv.results.files import json_bytes
@@ -35,13 +36,7 @@ from agentbench_kv.run.recordings import (
 )
 from agentbench_kv.run.trial import Attempt, TrialSetup, play_session, sample_key
 from agentbench_kv.training.sidequest.annotation import Annotator, ExpiryQuestion, verdict
-from agentbench_kv.training.sidequest.hindsight import (
-    CursorUse,
-    Habit,
-    awaited,
-    cursor_uses,
-    told,
-)
+from agentbench_kv.training.sidequest.hindsight import CursorUse, Habit, awaited, cursor_uses, told
 from agentbench_kv.training.sidequest.rows import SideQuestFork, SideQuestRow, held_out
 
 

@@ -36,7 +36,8 @@ from agentbench_kv.errors import (
 )
 from agentbench_kv.gateway.base import AnyGateway
 from agentbench_kv.gateway.client import InProcessClient
-from agentbench_kv.gateway.session import SessionBusyError, SessionReport, Spent, TurnInfo
+from agentbench_kv.gateway.reports import SessionReport, Spent, TurnInfo
+from agentbench_kv.gateway.session import SessionBusyError
 from agentbench_kv.results.records import (
     LOST,
     KVAccount,

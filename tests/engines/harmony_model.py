@@ -19,7 +19,7 @@ from agentbench_kv.adapters.base import Reply
 from agentbench_kv.engines.base import Engine
 from agentbench_kv.gateway import open_gateway
 from agentbench_kv.gateway.client import InProcessClient
-from agentbench_kv.gateway.session import SessionReport
+from agentbench_kv.gateway.reports import SessionReport
 
 WINDOW = 32
 TOOLS = [

@@ -18,9 +18,9 @@ from agentbench_kv.engines.embedded.engine import EmbeddedEngine
 from agentbench_kv.engines.scripted import ScriptedEngine
 from agentbench_kv.errors import KVBenchError, UsageError
 from agentbench_kv.gateway import Gateway
+from agentbench_kv.gateway.exchange import Options
 from agentbench_kv.gateway.grammar import GrammarCompiler, JsonFormat, ToolChoice
 from agentbench_kv.gateway.http import BackgroundServer
-from agentbench_kv.gateway.session import Options
 from agentbench_kv.methods.base import Phase
 from agentbench_kv.phases.machine import PhaseMachine
 from agentbench_kv.phases.syntax import SYNTAXES

@@ -29,7 +29,8 @@ from agentbench_kv.engines.embedded.session import EmbeddedSession
 from agentbench_kv.gateway import Gateway, Options
 from agentbench_kv.gateway.aside import Aside
 from agentbench_kv.gateway.cursors import places_of_cursors
-from agentbench_kv.gateway.session import Session, SessionReport
+from agentbench_kv.gateway.reports import SessionReport
+from agentbench_kv.gateway.session import Session
 from agentbench_kv.methods.dropping.policy import DropMethod
 from agentbench_kv.methods.dropping.sidequest import SideQuestPrompted
 from agentbench_kv.methods.spans import SpanRange

@@ -13,8 +13,9 @@ from agentbench_kv.engines.embedded.engine import EmbeddedEngine
 from agentbench_kv.errors import UsageError
 from agentbench_kv.gateway import Gateway
 from agentbench_kv.gateway.client import InProcessClient
+from agentbench_kv.gateway.exchange import Options
 from agentbench_kv.gateway.messages import ChatTemplate
-from agentbench_kv.gateway.session import Options, UnknownSessionError
+from agentbench_kv.gateway.session import UnknownSessionError
 from agentbench_kv.phases.syntax import SYNTAXES
 from agentbench_kv.registry import make_method
 

@@ -23,7 +23,7 @@ from agentbench_kv.engines.base import Generation, Sampling
 from agentbench_kv.engines.scripted import ScriptedEngine
 from agentbench_kv.gateway import Gateway
 from agentbench_kv.gateway.http import BackgroundServer
-from agentbench_kv.gateway.session import SessionReport
+from agentbench_kv.gateway.reports import SessionReport
 
 DOC = Path(__file__).parents[2] / "docs" / "bring-your-agent.md"
 BLOCK = re.compile(r"^```python (\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)

@@ -21,7 +21,7 @@ from agentbench_kv.gateway.client import InProcessClient
 from agentbench_kv.gateway.http import BackgroundServer, Embedder, ServerSettings
 from agentbench_kv.gateway.memory import ASIDE, shares
 from agentbench_kv.gateway.recall import PlainMemories
-from agentbench_kv.gateway.session import TurnInfo
+from agentbench_kv.gateway.reports import TurnInfo
 from agentbench_kv.registry import make_method
 
 ROWS = st.lists(st.lists(st.integers(0, 40), min_size=5, max_size=5, unique=True), max_size=4)
