@@ -864,8 +864,8 @@ def check_hanging_up_ends_a_chunk() -> Any:
                     "tokens": len(readers.said["other"]) - 1}  # fmt: skip
 
 
-def check_long_prompts_are_read_one_after_another() -> Any:
-    """How many tokens of two long prompts, and of a short one behind them, each step is fed."""
+def fed_by_step(**prompts: list[int]) -> dict[str, list[int]]:
+    """Return how many tokens of each prompt every step was fed, all queued at once, in order."""
     watch = Holding()
     readers = Readers(watch)
     context, steps = readers.scheduler.context, []
@@ -878,15 +878,23 @@ def check_long_prompts_are_read_one_after_another() -> Any:
     context.decode = noted
     watch.holds = True
     readers.start("held", TEXT)
-    held = watch.within.wait(LONG)
-    readers.start_together(first=TEXT * 3, second=TEXT * 3, short=TEXT[:100])
+    assert watch.within.wait(LONG)
+    readers.start_together(**prompts)
     watch.holds = False
     readers.hang_up("held")
-    names = ("first", "second", "short")
-    ended = readers.ended(*names)
+    assert readers.ended(*prompts)
     sessions = readers.scheduler.sessions
-    fed = {name: [step[sessions[name].rows.sequence] for step in steps[1:]] for name in names}
-    return {"held": held, "ended": ended, "fed": fed}
+    return {name: [step[sessions[name].rows.sequence] for step in steps[1:]] for name in prompts}
+
+
+def check_long_prompts_are_read_one_after_another() -> Any:
+    """Two long prompts and a short one."""
+    return fed_by_step(first=TEXT * 3, second=TEXT * 3, short=TEXT[:100])
+
+
+def check_a_prompt_with_less_left_overtakes() -> Any:
+    """Prompts of two and four chunks behind one of three."""
+    return fed_by_step(first=TEXT * 3, longer=TEXT * 4, shorter=TEXT * 2, short=TEXT[:60])
 
 
 def trap_1_abort() -> None:

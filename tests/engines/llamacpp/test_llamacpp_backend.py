@@ -272,9 +272,16 @@ def test_a_chunk_ends_when_everybody_in_it_has_hung_up(checks: dict[str, Any]) -
 
 
 def test_of_prompts_longer_than_a_chunk_one_is_read_at_a_time(checks: dict[str, Any]) -> None:
-    found = checks["long_prompts_are_read_one_after_another"]
-    assert found["held"]
-    assert found["ended"]
-    assert found["fed"]["first"][:4] == [512, 512, 176, 1]
-    assert found["fed"]["second"][:6] == [0, 0, 512, 512, 176, 1]
-    assert found["fed"]["short"][:3] == [100, 1, 1]
+    fed = checks["long_prompts_are_read_one_after_another"]
+    assert fed["first"][:4] == [512, 512, 176, 1]
+    assert fed["second"][:6] == [0, 0, 512, 512, 176, 1]
+    assert fed["short"][:3] == [100, 1, 1]
+
+
+def test_a_prompt_with_less_left_is_read_beside_the_oldest(checks: dict[str, Any]) -> None:
+    """So that what a tool returned need not wait for another session's first prompt."""
+    fed = checks["a_prompt_with_less_left_overtakes"]
+    assert fed["first"][:4] == [512, 512, 176, 1]
+    assert fed["shorter"][:3] == [512, 288, 1]
+    assert fed["short"][:2] == [60, 1]
+    assert fed["longer"][:6] == [0, 0, 512, 512, 512, 64]

@@ -33,7 +33,7 @@ from agentbench_kv.errors import CapacityError, KVBenchError, UsageError
 from agentbench_kv.methods.base import QueryKind
 from agentbench_kv.phases.machine import PromptPhases
 
-STEP_TOKENS = 1024
+STEP_TOKENS = 2 * PREFILL_CHUNK + 64  # chunks of two prompts, and who decodes
 ASK_S = 0.005  # longest wait for sessions whose reader has not asked for the next token yet
 
 
@@ -274,19 +274,21 @@ class BatchScheduler:
             generation.stream.end()
 
     def _plan(self) -> list[BackendGeneration]:
-        """Choose all who need one step; of those who need more, the one that came first."""
-        # Read side by side, each prompt would attend over the cells of all of them from the start.
+        """Choose who takes part in a step: all who need no other before they sample, and a prompt.
+
+        Of longer prompts that is the oldest, and beside it the one with the fewest tokens left.
+        """
+        # Read side by side, all prompts would attend over the cells of all of them from the start.
+        ready = [each for each in self._running if each.stream.ready and not each.stream.closed]
+        long = [each for each in ready if each.session.next_rows < each.session.pending]
+        short = sorted((each for each in ready if each not in long), key=_left)
+        shortest = sorted(long, key=_left)[:1]
         batch: list[BackendGeneration] = []
-        left, alone = STEP_TOKENS, True
-        for generation in self._running:
-            session, stream = generation.session, generation.stream
-            rows = session.next_rows
-            ends = rows == session.pending
-            if not stream.ready or stream.closed or rows > left or not (ends or alone):
-                continue
-            batch.append(generation)
-            left -= rows
-            alone = alone and ends
+        room = STEP_TOKENS
+        for generation in dict.fromkeys([*long[:1], *short, *shortest]):
+            if (rows := generation.session.next_rows) <= room:
+                batch.append(generation)
+                room -= rows
         return batch
 
     def _forward(self, batch: list[BackendGeneration]) -> tuple[Tensor, list[BackendGeneration]]:
@@ -411,3 +413,7 @@ class BatchScheduler:
             session.lose()
             self.admission.release(session)
             self._fail(generation, error)
+
+
+def _left(generation: BackendGeneration) -> int:
+    return generation.session.pending
