@@ -4,9 +4,8 @@ Import from the modules: this package imports nothing, so that adapters can use
 `results.records` without loading pandas or scipy. Where to find what:
 
 writing a run
-    `records` (of a trial and of a turn), `store` (the run's folder), `run_info` (its `run.json`, and
-    who writes it), `files`, `lines` (files of a record a line), `objects` (what many processes
-    share).
+    `records` (of a trial and of a turn), `store` (the run's folder), `run_info` (its `run.json`),
+    `files`, `lines` (files of a record a line), `objects` (what many processes share).
 reading runs
     `store` (one run's records), `summary` (its figures), `validity` (whether they count), `notes`
     (what else to know), `runs` (runs and groups of them as everybody reads them), `frame`
