@@ -274,11 +274,11 @@ class BatchScheduler:
             generation.stream.end()
 
     def _plan(self) -> list[BackendGeneration]:
-        """Choose who takes part in a step: all who need no other before they sample, and a prompt.
+        """Choose who takes part in a step: all who sample after it, and one or two longer prompts.
 
-        Of longer prompts that is the oldest, and beside it the one with the fewest tokens left.
+        These are the oldest, and the one with the fewest tokens left.
         """
-        # Read side by side, all prompts would attend over the cells of all of them from the start.
+        # If all were read side by side, each would attend over the cells of all from the start.
         ready = [each for each in self._running if each.stream.ready and not each.stream.closed]
         long = [each for each in ready if each.session.next_rows < each.session.pending]
         short = sorted((each for each in ready if each not in long), key=_left)
