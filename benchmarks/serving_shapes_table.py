@@ -26,7 +26,7 @@ from agentbench_kv.serving_bench.measurements import (
 )
 from agentbench_kv.serving_bench.roofline import read_decoder
 from agentbench_kv.serving_bench.summary import BASES, SPEED, ArmFigures, summarize_serving
-from agentbench_kv.serving_bench.tables import SIMULATED
+from agentbench_kv.serving_bench.tables import SIMULATED, unpaired
 
 CELL = "cell.json"
 TRACE = "trace.jsonl"
@@ -87,7 +87,9 @@ def _table(place: Path) -> Table | None:
         _add(engines, folder, record, place)
     if not engines and not failed:
         return None
-    rows = [row for name, engine in engines.items() for row in _rows(name, engine)]
+    found = {name: _summary(engine) for name, engine in engines.items()}
+    rows = [row for name, engine in engines.items() for row in _rows(name, engine, found[name])]
+    notes = [*_notes(about, engines), *unpaired(cell for cells in found.values() for cell in cells)]
     reasons = [f"{e} {a}: {said[-1]} ({len(said)} x)" for (e, a), said in failed.items()]
     return Table(
         Kind.THROUGHPUT,
@@ -95,7 +97,7 @@ def _table(place: Path) -> Table | None:
         f"sessions at long prompts: {place.name}",
         COLUMNS,
         rows,
-        [*_notes(about, engines), f"measured in {seconds / 3600:.1f} h", *sorted(reasons)],
+        [*notes, f"measured in {seconds / 3600:.1f} h", *sorted(reasons)],
         {"task": "serving shapes", "model": place.name, "engine": "several"},
     )
 
@@ -154,10 +156,13 @@ def _share(folder: ServingFolder, machine: Path) -> float | None:
     return found.share(work.limit(limits, measured_in))
 
 
-def _rows(name: str, engine: Engine) -> Iterator[Row]:
+def _summary(engine: Engine) -> list[ArmFigures]:
     counts = {m.repetition for m in engine.measured}
     plan = engine.plan.model_copy(update={"repeats": max(counts) + 1})
-    found = summarize_serving(plan, engine.measured).cells
+    return summarize_serving(plan, engine.measured).cells
+
+
+def _rows(name: str, engine: Engine, found: Sequence[ArmFigures]) -> Iterator[Row]:
     arms = {cell.arm for cell in found}
     base = next((each for each in _PREFERRED if each in arms and each in BASES), "")
     for cell in found:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import platform
-import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from agentbench_kv import __version__
+import agentbench_kv
+from agentbench_kv.run.checkout import commit_of
 
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "scipy", "kvpress")
 
@@ -17,8 +17,8 @@ PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "scipy", "kvpress")
 def environment() -> dict[str, Any]:
     """Return versions, git commit and hardware of this process."""
     return {
-        "kvbench": __version__,
-        "git_commit": git_commit(),
+        "kvbench": agentbench_kv.__version__,
+        "git_commit": commit_of(Path(agentbench_kv.__file__).parent),
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in PACKAGES},
         "hardware": hardware(),
@@ -47,22 +47,6 @@ def kernels() -> str:
     from agentbench_kv.kernels import describe_backend
 
     return describe_backend("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def git_commit() -> str | None:
-    """Return the commit of the checkout the package runs from; None outside one."""
-    here = Path(__file__).resolve().parent
-    try:
-        done = subprocess.run(
-            ["git", "-C", str(here), "rev-parse", "HEAD"],
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()
 
 
 def _version(package: str) -> str | None:

@@ -186,7 +186,8 @@ class LoadMeasurement(BaseModel, frozen=True, extra="forbid"):
         """Where it was measured, in words and a digest: the machine, versions, commit."""
         known = self.provenance
         machine = known.get("hardware") or {}
-        commit = str(known.get("git_commit") or "")[:8]
+        commit, _, changes = str(known.get("git_commit") or "").partition("+")
+        commit = commit[:8] + f" with changes {changes}" * bool(changes)
         words = (
             machine.get("gpu") or machine.get("cpu") or "a machine unknown",
             f"kvbench {known.get('kvbench') or 'unknown'}" + f" at {commit}" * bool(commit),

@@ -241,11 +241,7 @@ def _notes(plan: ServingPlan, cells: Sequence[ArmFigures]) -> list[str]:
             "the recorded answers in it"
         )
     notes += _few(cells)
-    if len(origins := sorted({origin for cell in cells for origin in cell.origins})) > 1:
-        notes.append(
-            f"measured with {len(origins)} machines, versions or commits, of which repetitions are "
-            f"not paired: {'; '.join(origins)}"
-        )
+    notes += unpaired(cells)
     if plan.engine == "embedded" and any(arm.kv_dtype for arm in plan.arms):
         notes.append(SIMULATED)
     if plan.weights == "dummy":
@@ -253,6 +249,17 @@ def _notes(plan: ServingPlan, cells: Sequence[ArmFigures]) -> list[str]:
     if plan.weights == "unknown":
         notes.append("servers were given by URL: what they run is what their arms are called")
     return notes
+
+
+def unpaired(cells: Iterable[ArmFigures]) -> list[str]:
+    """Say that not all was measured in one place, if so."""
+    origins = sorted({origin for cell in cells for origin in cell.origins})
+    if len(origins) < 2:
+        return []
+    return [
+        f"measured with {len(origins)} machines, versions or commits, of which repetitions are "
+        f"not paired: {'; '.join(origins)}"
+    ]
 
 
 def _few(known: Sequence[ArmFigures | BestLoad]) -> list[str]:

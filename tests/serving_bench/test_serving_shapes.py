@@ -242,8 +242,11 @@ def test_the_machine_is_measured_as_cells_are(
 LIMIT = {"name": "m", "gb_per_s": 10.0, "tflops": {"float32": 1000.0}, "source": "a test"}
 
 
-def record(place: Path, arm: str, number: int, speed: float, live: int) -> None:
+def record(
+    place: Path, arm: str, number: int, speed: float, live: int, commit: str | None = None
+) -> None:
     """Write what a cell leaves behind."""
+    here = {"hardware": {"cpu": "a processor"}, "git_commit": commit}
     folder = place / "embedded" / f"rep{number + 1:02d}" / arm
     plan = ServingPlan(
         engine="embedded", model="micro", dtype="float32", arms=[ServingArm(name=arm, method=arm)],
@@ -260,7 +263,7 @@ def record(place: Path, arm: str, number: int, speed: float, live: int) -> None:
         "mean_decode_kv": live, "events": 1, "session_resets": 0, "max_over_budget": 0,
         "bytes_read": 2_000_000 * live, "decode_tokens": 2,
     }  # fmt: skip
-    ServingFolder.create(folder / "run", plan, {"hardware": {"cpu": "a processor"}}).add(
+    ServingFolder.create(folder / "run", plan, here).add(
         LoadMeasurement(
             arm=arm,
             shape="t",
@@ -315,6 +318,21 @@ def test_the_table_pairs_repetitions_and_has_bytes_first(shown: Table) -> None:
     assert any("vllm full: no such engine (1 x)" in note for note in shown.notes)
     assert any("measured in 2.0 h" in note for note in shown.notes)
     assert any("fewest repetitions: 2" in note for note in shown.notes)
+
+
+def test_cells_of_other_code_are_not_paired(tmp_path: Path) -> None:
+    """Two states of one working tree were: only the commit was noted, and no note said so."""
+    place, commit = tmp_path / "micro-8k", "a" * 40
+    for number in range(2):
+        record(place, "full@prefix", number, 10.0, 800, commit)
+        record(place, "agentkv", number, 20.0, 100, commit + "+0123abcd" * (number == 1))
+    (place / TRACE).write_text("")
+    (found,) = shapes_tables(tmp_path)
+    ratio = [column.title for column in found.columns].index("x base")
+    (agentkv,) = (row for row in found.rows if row.cells[1].value == "agentkv")
+    assert (agentkv.cells[ratio].low, agentkv.cells[ratio].value) == (None, 2.0)  # of one pair
+    (note,) = (note for note in found.notes if note.startswith("measured with 2 machines, versi"))
+    assert "at aaaaaaaa with changes 0123abcd (" in note
 
 
 def test_the_share_of_the_roofline_counts_what_was_read(shown: Table) -> None:
