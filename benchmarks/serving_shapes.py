@@ -115,15 +115,23 @@ def cells(
 ) -> Iterator[Cell]:
     """Yield all cells in the order in which they are measured, of the named arms or of all."""
     for repetition, (place, model, prompt), engine in product(range(repeats), places, engines):
-        offered = enumerate(arms_of(engine, prompt, budgets), start=100 * ENGINES.index(engine))
-        own = [(rank, arm) for rank, arm in offered if not arms or _named(arm, arms)]
+        offered = arms_of(engine, prompt, budgets)
+        ranked = enumerate(offered, start=100 * ENGINES.index(engine))
+        chosen = _named(offered, arms) if arms else offered
+        own = [(rank, arm) for rank, arm in ranked if arm in chosen]
         first = repetition % max(len(own), 1)
         for rank, arm in [*own[first:], *own[:first]]:
             yield Cell(place, model, engine, arm, repetition, rank)
 
 
-def _named(arm: Arm, names: Sequence[str]) -> bool:
-    return arm.name in names or arm.name.partition(" ")[0] in names
+def _named(offered: Sequence[Arm], names: Sequence[str]) -> list[Arm]:
+    """Return the arms of these names; a method's, which is no arm's, is of all its arms."""
+    exact = {arm.name for arm in offered}
+    return [
+        arm
+        for arm in offered
+        if arm.name in names or any(arm.name.startswith(f"{n} ") for n in names if n not in exact)
+    ]
 
 
 def check_arms(
@@ -133,7 +141,7 @@ def check_arms(
     pairs = product(engines, prompts)
     offered = [arm for engine, prompt in pairs for arm in arms_of(engine, prompt, budgets)]
     for name in names:
-        if not any(_named(arm, [name]) for arm in offered):
+        if not _named(offered, [name]):
             known = ", ".join(dict.fromkeys(arm.name for arm in offered))
             raise UsageError(f"--arm {name!r}: there is none; these are: {known}")
 
@@ -353,7 +361,8 @@ def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
     go.add_argument("--system", type=tokens, help="tokens all have in common (prompt / 8)")
     go.add_argument("--result", type=tokens, help="tokens of a tool result (prompt / 8)")
     go.add_argument("--engine", action="append", choices=ENGINES, help="repeatable (all)")
-    go.add_argument("--arm", action="append", default=[], help="by name; repeatable (all)")
+    which = "one, or a method with all its budgets; repeatable (all)"
+    go.add_argument("--arm", action="append", default=[], help=which)
     go.add_argument("--budget", action="append", type=tokens, help="repeatable (1k, 2k)")
     go.add_argument("--repeats", type=int, default=9)
     go.add_argument("--dtype", default="bfloat16")

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from agentbench_kv.adapters.probe.questions import session_of
 from agentbench_kv.engines.embedded.model import (
     check_dtype,
     folder_sha,
@@ -151,14 +152,14 @@ def _read_card(path: Path) -> dict[str, Any]:
 
 
 def _judging(rows: Sequence[SideQuestRow]) -> list[SideQuestRow]:
-    """Return the rows that judge the outcome: of every sample that is held out, the first.
+    """Return the rows that judge the outcome: of every session that is held out, the first.
 
-    Traces of one sample begin alike, and so are asked the same questions.
+    Traces of one session begin alike, and so are asked the same questions.
     """
     first: dict[tuple[str, str], SideQuestRow] = {}
     for row in rows:
         if row.held_out:
-            first.setdefault((row.task, row.sample), row)
+            first.setdefault((row.task, session_of(row.sample)), row)
     return list(first.values())[:_MOST_JUDGED]
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from agentbench_kv.adapters.base import Sample
+from agentbench_kv.adapters.probe.questions import session_of
 from agentbench_kv.errors import UsageError
 from agentbench_kv.methods.base import Method
 from agentbench_kv.methods.dropping.sidequest import TRAINED, SideQuest
@@ -16,7 +16,6 @@ from agentbench_kv.methods.dropping.sidequest import TRAINED, SideQuest
 # Samples by the name of their task; those of which nobody knows the task by an empty name.
 TrainedOn = dict[str, list[str]]
 
-_QUESTIONS = re.compile(r"@[0-9a-f]{8}$")  # what probes add to the name of a session they ask about
 _PROBES = "probe/"  # questions about the sessions of another task
 _FILE = "file"  # a probe of sessions of any task
 
@@ -61,11 +60,6 @@ def joined(*parts: Mapping[str, Iterable[str]]) -> TrainedOn:
         for task, samples in part.items():
             found.setdefault(task, set()).update(map(session_of, samples))
     return {task: sorted(samples) for task, samples in sorted(found.items()) if samples}
-
-
-def session_of(sample: str) -> str:
-    """Return the name of a sample without the mark of the questions that a probe asks in it."""
-    return _QUESTIONS.sub("", sample)
 
 
 def _may_be_one(one: str, other: str) -> bool:

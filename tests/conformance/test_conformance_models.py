@@ -32,8 +32,8 @@ from agentbench_kv.conformance.models import (
 from agentbench_kv.conformance.reference import reference_error
 from agentbench_kv.engines.embedded import attention
 from agentbench_kv.engines.embedded.architecture import Attention
-from agentbench_kv.engines.embedded.cache import WindowCache
 from agentbench_kv.engines.embedded.engine import EmbeddedEngine
+from agentbench_kv.engines.embedded.windows import WindowCache
 from agentbench_kv.errors import PrerequisiteError, UsageError
 from agentbench_kv.registry import make_method
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from agentbench_kv.accounting import LayerReach
 from agentbench_kv.engines.core.ledger import SessionLedger, WindowBytes
 from agentbench_kv.engines.core.rings import RowShape
-from agentbench_kv.engines.embedded.cache import SMALLEST, CachePools, WindowCache
+from agentbench_kv.engines.embedded.slots import SMALLEST, CachePools
+from agentbench_kv.engines.embedded.windows import WindowCache
 from agentbench_kv.methods.full import Full
 
 SHAPE = RowShape(2, 2, 1, 2, torch.float32, torch.device("cpu"))

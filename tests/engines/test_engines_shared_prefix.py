@@ -19,9 +19,9 @@ from agentbench_kv.conformance.families import build_family
 from agentbench_kv.conformance.reference import tiny_model as build_tiny
 from agentbench_kv.engines.base import Capability, EngineOptions, KVStats, Sampling
 from agentbench_kv.engines.core import prefixes
-from agentbench_kv.engines.embedded.cache import SMALLEST
 from agentbench_kv.engines.embedded.engine import EmbeddedEngine
 from agentbench_kv.engines.embedded.observer import QkvRecorder
+from agentbench_kv.engines.embedded.slots import SMALLEST
 from agentbench_kv.errors import KVBenchError, UsageError
 from agentbench_kv.methods.base import Method, Phase
 from agentbench_kv.methods.spans import TurnNotes

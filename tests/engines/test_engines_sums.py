@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from agentbench_kv.engines.core.rings import RowShape
-from agentbench_kv.engines.embedded.cache import SMALLEST, CachePools, SessionCache
+from agentbench_kv.engines.embedded.cache import SessionCache
+from agentbench_kv.engines.embedded.slots import SMALLEST, CachePools
 
 SHAPE = RowShape(
     layers=1,

@@ -23,9 +23,10 @@ from agentbench_kv.engines.base import EngineOptions, PhaseLabeller
 from agentbench_kv.engines.core.ledger import SessionLedger
 from agentbench_kv.engines.embedded import engine as engine_module
 from agentbench_kv.engines.embedded import span_rows
-from agentbench_kv.engines.embedded.cache import CachePool, SessionCache, SlotCache
+from agentbench_kv.engines.embedded.cache import SessionCache
 from agentbench_kv.engines.embedded.engine import EmbeddedEngine
 from agentbench_kv.engines.embedded.session import EmbeddedSession
+from agentbench_kv.engines.embedded.slots import CachePool, SlotCache
 from agentbench_kv.gateway import Gateway, Options
 from agentbench_kv.gateway.aside import Aside
 from agentbench_kv.gateway.cursors import places_of_cursors

@@ -12,8 +12,8 @@ import pytest
 from agentbench_kv.conformance.driver import TraceRecorder, in_memory_engine, plain_phases
 from agentbench_kv.conformance.reference import tiny_model
 from agentbench_kv.engines.base import EngineOptions, Sampling
-from agentbench_kv.engines.embedded.cache import SMALLEST
 from agentbench_kv.engines.embedded.engine import EmbeddedEngine
+from agentbench_kv.engines.embedded.slots import SMALLEST
 from agentbench_kv.errors import KVBenchError
 from agentbench_kv.phases import TokenPhases
 from agentbench_kv.registry import make_method

@@ -80,6 +80,8 @@ def test_every_cell_comes_once_before_any_comes_twice(tmp_path: Path) -> None:
     assert second == [*first[1:], first[0]]
     some = shapes.cells(places, ("vllm",), 1, ["agentkv", "full kv=fp8"], (256, 512))
     assert [cell.arm.name for cell in some] == ["full kv=fp8", "agentkv 256", "agentkv 512"]
+    (full,) = shapes.cells(places, ("vllm",), 1, ["full"])  # not every arm that begins so
+    assert full.arm.name == "full"
 
 
 def test_an_arm_that_is_none_is_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

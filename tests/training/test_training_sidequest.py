@@ -290,6 +290,19 @@ def test_a_held_out_sample_judges_once(rows: list[SideQuestRow]) -> None:
     ]  # fmt: skip
 
 
+def test_questions_of_one_session_are_on_one_side(rows: list[SideQuestRow]) -> None:
+    """A probe's samples of a session are called by their questions: some were trained on."""
+    names = [f"n{number}" for number in range(400)]
+    marks = ("", "@0123abcd", "@89abcdef")
+    sides = {name: {held_out(f"{name}{mark}") for mark in marks} for name in names}
+    assert {len(found) for found in sides.values()} == {1}
+    assert 15 < sum(found == {True} for found in sides.values()) < 75
+    assert held_out("n2@other") is not held_out("n2")  # no mark of questions
+    out = next(name for name in names if held_out(name))
+    first, second = (structs.replace(rows[0], sample=f"{out}{mark}") for mark in marks[1:])
+    assert _judging([first, second]) == [first]
+
+
 def test_rows_are_the_same_again(rows: list[SideQuestRow], tmp_path: Path) -> None:
     with gold_source(TASK, "micro", 4, {}) as source:
         again = list(trace_rows([source], 2, by_rule, 0, TraceCounts()))

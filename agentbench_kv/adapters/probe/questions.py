@@ -27,6 +27,7 @@ from agentbench_kv.adapters.probe.session import (
 )
 from agentbench_kv.adapters.probe.values import has_length, normalise, words
 
+_MARK = re.compile(r"@[0-9a-f]{8}$")
 PHASES = ("tool", "act", "others", "think")
 OF_RESULT = (
     "Look back at the call of {call}{which}. In its result, what is the value of {key}? "
@@ -88,6 +89,16 @@ def make_probes(session: ChatSession, count: int, seed: str) -> list[Probe]:
         if probe is not None:
             chosen.setdefault(normalise(probe.value), probe)
     return list(chosen.values())[:count]
+
+
+def sample_of(session: str, probes: Sequence[Probe]) -> str:
+    """Return the name of a sample: its session's, with the mark of the questions asked in it."""
+    return f"{session}@{probes_sha(probes)[:8]}"
+
+
+def session_of(sample: str) -> str:
+    """Return the name of a sample's session; of any but a probe's, the sample's own."""
+    return _MARK.sub("", sample)
 
 
 def probes_sha(probes: Sequence[Probe]) -> str:

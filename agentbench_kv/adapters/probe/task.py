@@ -33,7 +33,7 @@ from agentbench_kv.adapters.bfcl.task import (
 from agentbench_kv.adapters.data import file_sha256
 from agentbench_kv.adapters.probe.asking import AskedProbe, Floor, Place, ask_all, stands
 from agentbench_kv.adapters.probe.gold import GoldSessions
-from agentbench_kv.adapters.probe.questions import Probe, make_probes, probes_sha
+from agentbench_kv.adapters.probe.questions import Probe, make_probes, sample_of
 from agentbench_kv.adapters.probe.session import ChatSession, read_sessions
 from agentbench_kv.adapters.probe.values import contains, may_be_exact
 from agentbench_kv.adapters.tau2.task import Airline, Retail, Telecom
@@ -81,7 +81,7 @@ class ProbeTask(Task):
             probes = make_probes(session, self.questions, f"{self.name}/{seed}")
             if not probes:
                 continue
-            sample = Sample(f"{session.id}@{probes_sha(probes)[:8]}", session.cluster)
+            sample = Sample(sample_of(session.id, probes), session.cluster)
             self._chosen[sample.id] = session, probes
             found.append(sample)
             if len(found) == limit:

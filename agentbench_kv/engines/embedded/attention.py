@@ -23,16 +23,12 @@ from agentbench_kv.engines.core.rings import (
     as_methods_see,
 )
 from agentbench_kv.engines.embedded.architecture import LayerPlace
-from agentbench_kv.engines.embedded.cache import (
-    CachePool,
-    SessionCache,
-    SharedPrefix,
-    SlotCache,
-    WindowCache,
-)
+from agentbench_kv.engines.embedded.cache import SessionCache, SharedPrefix
 from agentbench_kv.engines.embedded.observer import FedRows, Observer
 from agentbench_kv.engines.embedded.quantization import Quantise
 from agentbench_kv.engines.embedded.session import EmbeddedSession
+from agentbench_kv.engines.embedded.slots import CachePool, SlotCache
+from agentbench_kv.engines.embedded.windows import WindowCache
 from agentbench_kv.errors import KVBenchError
 from agentbench_kv.kernels import RowsBefore, SeenRows, attention
 from agentbench_kv.kernels.torch_backend import softmax_beside

@@ -22,12 +22,12 @@ from agentbench_kv.engines.core.ledger import Eviction
 from agentbench_kv.engines.core.prefixes import PREFIXES
 from agentbench_kv.engines.core.rings import QueryBuffer
 from agentbench_kv.engines.embedded.attention import Packed, pack
-from agentbench_kv.engines.embedded.cache import CachePools
 from agentbench_kv.engines.embedded.model import LoadedModel, cache_shape
 from agentbench_kv.engines.embedded.observer import Observer
 from agentbench_kv.engines.embedded.prefixes import PrefixStore
 from agentbench_kv.engines.embedded.quantization import on_write, read_kv_dtype
 from agentbench_kv.engines.embedded.session import EmbeddedSession, SessionPools, WindowPools
+from agentbench_kv.engines.embedded.slots import CachePools
 from agentbench_kv.engines.sampling import Sampler, StreamedGeneration
 from agentbench_kv.errors import (
     CapacityError,

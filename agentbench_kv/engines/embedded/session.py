@@ -16,14 +16,11 @@ from agentbench_kv.engines.core.kv_dtype import KVDtype
 from agentbench_kv.engines.core.ledger import Eviction, SessionLedger, WindowBytes
 from agentbench_kv.engines.core.memory import SessionMemory
 from agentbench_kv.engines.core.rings import QueryBuffer, QueryStore
-from agentbench_kv.engines.embedded.cache import (
-    CachePools,
-    SessionCache,
-    SharedPrefix,
-    WindowCache,
-)
+from agentbench_kv.engines.embedded.cache import SessionCache, SharedPrefix
 from agentbench_kv.engines.embedded.observer import FedRows, Observer
 from agentbench_kv.engines.embedded.quantization import settle
+from agentbench_kv.engines.embedded.slots import CachePools
+from agentbench_kv.engines.embedded.windows import WindowCache
 from agentbench_kv.errors import KVBenchError
 from agentbench_kv.methods.base import Method, Phase
 

@@ -117,7 +117,6 @@ def _cpu(options: EngineOptions) -> dict[str, str | None]:
         "sampling-backend": "pytorch",
         "disable-cuda-graph": None,
         "mem-fraction-static": "0.1",
-        "chunked-prefill-size": "512",
         "max-running-requests": _requests_of(options),
         "sleep-on-idle": None,
     }

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from agentbench_kv.adapters.probe.questions import session_of
 from agentbench_kv.errors import UsageError
 from agentbench_kv.results.files import write_atomic
 
@@ -45,8 +46,8 @@ class SideQuestRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def held_out(sample: str) -> bool:
-    """Return whether a session is one of those that are not trained on."""
-    return int(hashlib.sha256(sample.encode()).hexdigest()[:8], 16) % HELD_OUT == 0
+    """Return whether a sample's session is one of those that are not trained on."""
+    return int(hashlib.sha256(session_of(sample).encode()).hexdigest()[:8], 16) % HELD_OUT == 0
 
 
 def write_rows(path: Path, rows: Iterable[SideQuestRow]) -> None:
