@@ -143,7 +143,7 @@ def parse_budget(text: str | None) -> Budget | None:
 engine_arg_option = many(
     "--engine-arg engine_args NAME=VALUE",
     "Option of a serving engine's own command line, without dashes (vllm, sglang), or cells=N "
-    "(llamacpp); repeatable.",
+    "and flash-attention=on (llamacpp); repeatable.",
 )
 tool_syntax_option = option(
     "--tool-syntax",

@@ -30,7 +30,8 @@ def commit_of(package: Path) -> str | None:
 
 
 def _git(folder: Path, *words: str) -> str:
-    command = ["git", "-C", str(folder), *words]
+    # A lock on the index would be in the way of whoever commits meanwhile.
+    command = ["git", "--no-optional-locks", "-C", str(folder), *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=_WAIT_S, check=True)
     return done.stdout.removesuffix("\n")
 

@@ -44,6 +44,7 @@ _ANSWER_S = 3600.0  # a token may wait behind a queue of prefills
 SMALLEST_CELLS = 1024
 # Cached tokens if nothing else is said; the cache is taken from memory at the start.
 MOST_CELLS = 65536
+_FLASH = "flash-attention"
 _MEMORY = "lower --engine-arg cells=N, the cached tokens of all sessions together"
 
 
@@ -62,13 +63,15 @@ class LlamaCppWire(EngineWire):
         return self.folder / "stream"
 
     def details(self) -> dict[str, str]:
-        return {"setup": "llama-cpp-python 0.3.36, unified cache", "cells": str(self.cells)}
+        setup = "llama-cpp-python 0.3.36, unified cache"
+        setup += ", flash attention" * _flash(self.options)
+        return {"setup": setup, "cells": str(self.cells)}
 
     def launch(self) -> Launch:
         options, cells = self.options, self.cells
         settings = Settings(
             *(str(self.file), str(self._stream), options.dtype, cells, options.concurrency),
-            *(options.context_limit, options.kv_dtype),
+            *(options.context_limit, options.kv_dtype, _flash(options)),
             *("" if options.banks is None else str(options.banks.resolve()), self.sha),
             *(str(self.model / "tokenizer.json"), self.facts.eos_token_ids),
         )
@@ -139,15 +142,28 @@ def _answer(line: bytes) -> dict[str, int] | None:
 
 def _cells(options: EngineOptions) -> int | None:
     """Return how many cached tokens were asked for, in one way or the other."""
-    given = dict(options.engine_args)
-    text = given.pop("cells", None)
-    if given:
-        raise UsageError(f"--engine-arg {next(iter(given))}: llamacpp takes cells=N only")
-    if text is None:
+    if unknown := options.engine_args.keys() - {"cells", _FLASH}:
+        raise UsageError(
+            f"--engine-arg {min(unknown)}: llamacpp takes cells=N and {_FLASH}=on or off only"
+        )
+    if (text := options.engine_args.get("cells")) is None:
         return options.max_live_tokens
     if not (text.isascii() and text.isdigit() and SMALLEST_CELLS <= int(text[:10]) < 1 << 31):
         raise UsageError(f"--engine-arg cells={text}: expected {SMALLEST_CELLS} or more tokens")
     return int(text)
+
+
+def _flash(options: EngineOptions) -> bool:
+    """Return whether attention is llama.cpp's fused one, which sums in half precision on a CPU."""
+    chosen = options.engine_args.get(_FLASH)
+    if chosen not in (None, "on", "off"):
+        raise UsageError(f"--engine-arg {_FLASH}={chosen}: expected on or off")
+    if options.kv_dtype and chosen == "off":
+        raise UsageError(
+            f"--kv-dtype {options.kv_dtype} needs flash attention, without which llama.cpp "
+            f"quantises no values; leave out --engine-arg {_FLASH}=off"
+        )
+    return chosen == "on" or bool(options.kv_dtype)
 
 
 class LlamaCppEngine(ServingEngine):
@@ -158,7 +174,7 @@ class LlamaCppEngine(ServingEngine):
         | {Capability.FORK, Capability.MEMORY_BLOCKS, Capability.SHARE_PREFIX}
         | ServingEngine.capabilities
     )
-    takes_arguments: ClassVar[bool] = True  # `cells`
+    takes_arguments: ClassVar[bool] = True
     kv_dtypes: ClassVar[tuple[str, ...]] = tuple(KV_ROW_TYPES)
     # Every session's attention goes over the cells of all.
     at_once: ClassVar[int] = 1
@@ -198,6 +214,7 @@ class LlamaCppEngine(ServingEngine):
     def check_options(cls, options: EngineOptions) -> None:
         refuse_method(options.method)
         _cells(options)
+        _flash(options)
         cls.check_kv_dtype(options)
         model = resolve_model(options.model, python_of("llamacpp"), options.context_limit)
         if options.kv_dtype and (size := model.shape.head_dim) % BLOCK:

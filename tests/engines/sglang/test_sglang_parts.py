@@ -34,7 +34,9 @@ FACTS = ModelFacts("qwen3", 4, 4, 2, 64, 2048, (2,))
 
 
 def command(method: str, gpu: bool, **more: Any) -> list[str]:
-    options = EngineOptions("micro", make_method(method, None), **more)
+    options = EngineOptions(
+        "micro", make_method(method, 512 if method == "agentkv" else None), **more
+    )
     room = None if gpu else CpuRoom(4096, 9999, 1)
     return flags(options, FACTS, room, gpu=gpu, stock=method == "full", grammars=True)
 
@@ -50,6 +52,12 @@ def test_the_stock_arm_keeps_the_radix_cache_and_the_others_do_not() -> None:
     assert "--disable-piecewise-cuda-graph" not in command("full", True)
     assert "--disable-piecewise-cuda-graph" in command("full-constrained", True)
     assert "--disable-cuda-graph" not in command("full-constrained", True)
+
+
+def test_prompts_are_read_in_the_engines_own_chunks() -> None:
+    """Chunks of 512 made its attention for CPUs compute everything before each of them again."""
+    for gpu, method in ((False, "full"), (False, "agentkv"), (True, "full"), (True, "agentkv")):
+        assert "--chunked-prefill-size" not in command(method, gpu)
 
 
 def test_engine_arguments_come_last_and_may_be_switches() -> None:

@@ -52,6 +52,7 @@ class Settings:
     sessions: int  # that generate at once
     context_limit: int = 0  # of a session; 0 for what the file says
     kv_dtype: str = ""  # of cached rows, where it is not `dtype`
+    flash: bool = False  # see `Context`
     banks: str = ""  # folder for what memories read of the past; empty: none is kept
     sha: str = ""  # of the model
     tokenizer: str = ""  # `tokenizer.json`, for grammars
@@ -70,7 +71,7 @@ class Backend:
             # One for every session that generates, some that rest, prefixes, and a scratch one.
             sequences=2 * (settings.sessions + PREFIXES + 1) + 2,
             row_type={**ROW_TYPES, **KV_ROW_TYPES}[settings.kv_dtype or settings.dtype],
-            flash=bool(settings.kv_dtype),  # without it llama.cpp quantises no values
+            flash=settings.flash,
             batch=STEP_TOKENS,
             context_limit=settings.context_limit,
             threads=free_threads(),

@@ -52,7 +52,7 @@ class Context:
         queries: bool = False,  # whether to keep the queries of every decode
         threads: int = 1,
         context_limit: int = 0,  # of a session; 0 for what the file says
-        flash: bool = False,  # values lie by rows; a CPU sums in half precision
+        flash: bool = False,  # values lie by rows, as quantised ones must; sums in half precision
         watch: Watch | None = None,  # instead of the best there is
     ) -> None:
         self._llama = llama()
