@@ -94,15 +94,17 @@ def test_an_arm_that_is_none_is_a_line(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_what_is_left_is_told_by_what_was_measured(tmp_path: Path) -> None:
-    plan = list(shapes.cells([(tmp_path, "m", 8192)], ("embedded", "vllm"), 2, ["full"]))
-    assert shapes.time_left(plan, plan) == "8 left, at least 0.0 h"
+    plan = list(
+        shapes.cells([(tmp_path, "m", 8192)], ("embedded", "vllm"), 2, ["full", "full@prefix"])
+    )
+    assert shapes.time_left(plan, plan) == "6 left, at least 0.0 h"
     for cell, record in zip(plan, ({"wall_s": 3600}, {"wall_s": 5, "error": "no"}), strict=False):
         cell.folder.mkdir(parents=True)
         (cell.folder / CELL).write_text(json.dumps(record))
     own = [cell for cell in plan if cell.engine == "embedded"]
     assert [cell.due(retry=False) for cell in own] == [False, False, True, True]
     assert [cell.due(retry=True) for cell in own] == [False, True, True, True]
-    assert shapes.time_left(plan, plan[2:]) == "6 left, at least 2.0 h"
+    assert shapes.time_left(plan, plan[2:]) == "4 left, at least 2.0 h"
     assert shapes.time_left(plan, own[2:]) == "2 left, 2.0 h"
 
 
@@ -151,16 +153,16 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
 def test_what_was_measured_is_not_measured_again(tmp_path: Path, fake: list[list[str]]) -> None:
     assert shapes.main(words(tmp_path, "--repeats", "1", "--arm", "full", "--arm", "agentkv")) == 0
-    assert len(fake) == 4  # full, full at int8, two budgets
+    assert len(fake) == 3  # full, two budgets
     full = fake[0]
     for pair in (("--engine", "embedded"), ("--sessions", "2"), ("--warmup", "0")):
         assert full[full.index(pair[0]) + 1] == pair[1]
     assert {"--alone", "--no-exact-calls"} <= set(full)
     again = words(tmp_path, "--repeats", "2", "--arm", "full", "--arm", "agentkv")
     assert shapes.main(again) == 0
-    assert len(fake) == 8
+    assert len(fake) == 6
     assert shapes.main([*again, "--retry"]) == 0
-    assert len(fake) == 12  # two budgets in two repetitions
+    assert len(fake) == 10  # two budgets in two repetitions
     (record,) = (tmp_path / "micro-700/embedded/rep01/agentkv-1024").glob(CELL)
     assert json.loads(record.read_text())["error"] == "no!"
 
@@ -224,7 +226,7 @@ def test_a_folder_from_before_goes_on_and_notes_what_it_gets(
     about.write_text(json.dumps(known))
     again = words(tmp_path, "--arm", "full", "--repeats", "2", "--env", "embedded:X=2")
     assert shapes.main(again) == 0
-    assert len(fake) == 4
+    assert len(fake) == 2
     noted = json.loads(about.read_text())["engines"]
     assert noted == {"embedded": {"env": {"X": "2"}, "engine_arg": {}}}
 

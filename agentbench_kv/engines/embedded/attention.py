@@ -223,10 +223,10 @@ def _decode_group(
     ids, places = _ids(slots, device), _ids([cache.next_row for cache in caches], device)
     rows_seen = SeenRows(_ids(ends, device), max(seen), 1)
     prefixes: list[SharedPrefix | None] = []
-    if any(cache.prefix for cache in caches):
+    if any(map(_prefix, caches)):
         prefixes = [None] * (last - first)
         for cache in caches:
-            prefixes[cache.slot - first] = cache.prefix
+            prefixes[cache.slot - first] = _prefix(cache)
     return DecodeGroup(pool, rows, ids, places, first, last, rows_seen, prefixes)
 
 
@@ -283,7 +283,7 @@ def session_attention(
         keys, values = (rows[:, segment.unseen :] for rows in written)
         (output[own],) = attention(
             *(q[None, :, own], keys[None], values[None], segment.seen, scaling, s_aux),
-            _before(place, [segment.cache.prefix]),
+            _before(place, [_prefix(segment.cache)]),
         )
         if segment.cache.shape.with_sums:
             sums = segment.cache.pool.sums[segment.cache.slot, place, :, : keys.shape[1]]
@@ -327,6 +327,11 @@ def _decode(
     before = _before(layer, group.prefixes)
     out = attention(rows[:, :, None], keys, values, group.seen, scaling, sinks, before)[:, 0]
     return out if n == rows.shape[0] else out[slots - group.first]
+
+
+def _prefix(cache: SlotCache) -> SharedPrefix | None:
+    """Return the rows that come before those in a cache's slot; a window has none."""
+    return cache.prefix if isinstance(cache, SessionCache) else None
 
 
 def _before(layer: int, prefixes: Sequence[SharedPrefix | None]) -> Sequence[RowsBefore | None]:

@@ -10,15 +10,11 @@ whoever would write over another's rows, or change rows in place, moves to one o
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from agentbench_kv.engines.core.rings import RowShape
-
-if TYPE_CHECKING:
-    from agentbench_kv.engines.embedded.cache import SharedPrefix
 
 SMALLEST = 256  # rows of a slot
 
@@ -150,11 +146,6 @@ class SlotCache:
     def held(self) -> int:
         """Rows held per (layer, KV head) in the slot."""
         raise NotImplementedError
-
-    @property
-    def prefix(self) -> SharedPrefix | None:
-        """Rows that come before those in the slot."""
-        return None
 
     @property
     def window(self) -> int | None:
