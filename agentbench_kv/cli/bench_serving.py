@@ -50,8 +50,8 @@ if TYPE_CHECKING:
     default="auto",
 )
 @opt.local(
-    "--engine-arg engine_pairs KEY=VALUE",
-    "Passed on to a serving engine, e.g. max-num-seqs=64; repeatable.",
+    "--engine-arg engine_pairs NAME=VALUE",
+    opt.ENGINE_ARG_HELP,
     multiple=True,
 )
 @opt.local_flag(

@@ -140,11 +140,11 @@ def parse_budget(text: str | None) -> Budget | None:
     return None if text is None else Budget.parse(text)
 
 
-engine_arg_option = many(
-    "--engine-arg engine_args NAME=VALUE",
+ENGINE_ARG_HELP = (
     "Option of a serving engine's own command line, without dashes (vllm, sglang), or cells=N "
-    "and flash-attention=on (llamacpp); repeatable.",
+    "and flash-attention=on (llamacpp); repeatable."
 )
+engine_arg_option = many("--engine-arg engine_args NAME=VALUE", ENGINE_ARG_HELP)
 tool_syntax_option = option(
     "--tool-syntax",
     "How the model writes calls: harmony, kimi, deepseek, mistral, pythonic, llama3_json, glm, "

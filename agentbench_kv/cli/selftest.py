@@ -82,8 +82,8 @@ def task(
 )
 @opt.local_flag("--quick", "Three methods, one family, fewer random sessions.")
 @opt.local(
-    "--engine-arg pairs KEY=VALUE",
-    "Option of the engine's own command line, without dashes; repeatable.",
+    "--engine-arg pairs NAME=VALUE",
+    opt.ENGINE_ARG_HELP,
     multiple=True,
 )
 @opt.device_option
@@ -109,8 +109,8 @@ def engine(name: str, pairs: tuple[str, ...], as_json: bool, **chosen: Any) -> N
 @opt.many("--family families NAME", "Only this family; repeatable.")
 @opt.many("--method methods METHOD", "Only this method; repeatable.")
 @opt.local(
-    "--engine-arg pairs KEY=VALUE",
-    "Option of the engine's own command line, without dashes; repeatable.",
+    "--engine-arg pairs NAME=VALUE",
+    opt.ENGINE_ARG_HELP,
     multiple=True,
 )
 @opt.local_flag("--markdown", "The table as Markdown.")

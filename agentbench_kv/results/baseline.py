@@ -148,6 +148,8 @@ _OPTIONS = {
     "trials": ("trials", 1), "seed": ("seed", 0), "concurrency": ("concurrency", None),
     "temperature": ("temperature", 0.0), "max_tokens": ("max-tokens", 1024),
     "timeout_s": ("timeout", 3600.0), "dtype": ("dtype", "float32"), "device": ("device", "auto"),
+    "kv_dtype": ("kv-dtype", ""), "tool_syntax": ("tool-syntax", ""),
+    "context_limit": ("context-limit", 0), "max_live_tokens": ("max-live-tokens", 0),
 }  # fmt: skip
 
 
@@ -206,7 +208,8 @@ def run_options(run: Run) -> str:
     given += [("--set", f"{name}={value}") for name, value in settings]
     arguments = run.spec.get("engine_args") or {}
     given += [("--engine-arg", f"{name}={value}") for name, value in arguments.items()]
-    return " ".join(f"{option} {shlex.quote(value)}" for option, value in given)
+    flags = [" --allow-untested-engine"] * bool(run.spec.get("allow_untested"))
+    return " ".join(f"{option} {shlex.quote(value)}" for option, value in given) + "".join(flags)
 
 
 def _local(source: str, out: Path) -> tuple[list[Run], list[Problem]]:

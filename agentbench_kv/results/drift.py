@@ -20,7 +20,7 @@ Facts = dict[str, set[str]]  # name to the values that runs have
 # Provenance that must be the same; `task` is data, checker and benchmark version.
 REFUSES = (
     "model_sha", "task", "chat_template_sha", "tool_parser", "phase_family",
-    "engine", "engine_details.version", "api_model", "context_limit",
+    "engine", "engine_details.version", "engine_args", "api_model", "context_limit",
 )  # fmt: skip
 # Versions: another major or minor part refuses, another patch warns.
 RELEASES = (
@@ -28,11 +28,14 @@ RELEASES = (
     *(f"packages.{name}" for name in ("torch", "transformers", "tokenizers", "numpy", "kvpress")),
 )  # fmt: skip
 # Refuses where speed is compared, warns where scores are.
-MACHINE = ("hardware", "kernels", "device", "concurrency")
+MACHINE = ("hardware", "kernels", "device", "concurrency", "max_live_tokens")
 WARNS = ("packages.scipy", "engine_details", "api_endpoint")
+# Where provenance does not have these, the spec says what was asked for.
+_ASKED = (*CONDITIONS, "engine_args", "max_live_tokens")
 _ROOTS = {name.partition(".")[0] for name in (*REFUSES, *RELEASES, *MACHINE, *WARNS)}
 _FREE = frozenset({"seed", "limit", "trials", "concurrency"})
 _LONGEST = 16
+_NOT_GIVEN = "not recorded"
 
 
 @dataclass(frozen=True)
@@ -54,13 +57,15 @@ def find_drift(base: Sequence[Run], cand: Sequence[Run], speed: bool = False) ->
     seeds, others = ({str(run.spec.get("seed")) for run in side} for side in (base, cand))
     found = [] if seeds & others else [Drift("seed", _spell(seeds), _spell(others))]
     found += _differing(_facts(map(_known, base)), _facts(map(_known, cand)), speed)
-    found += [*_mixed("BASE", base), *_mixed("CAND", cand)]
+    found += [*_mixed("BASE", base, speed), *_mixed("CAND", cand, speed)]
     return [*found, *_resumed([*base, *cand], speed), *_prompts(base, cand)]
 
 
 def _known(run: Run) -> dict[str, Any]:
-    provenance = {name: run.info.provenance.get(name) for name in _ROOTS}
-    return provenance | {name: run.spec.get(name) for name in CONDITIONS}
+    asked = {name: run.spec.get(name) for name in _ASKED}
+    asked["max_live_tokens"] = asked["max_live_tokens"] or None  # 0, as an older spec has none
+    noted = {name: run.info.provenance.get(name) for name in _ROOTS}
+    return asked | {name: value for name, value in noted.items() if value is not None}
 
 
 def _facts(documents: Iterable[Mapping[str, Any]]) -> Facts:
@@ -93,14 +98,34 @@ def _within(name: str, names: Iterable[str]) -> bool:
     return any(name == each or name.startswith(f"{each}.") for each in names)
 
 
-def _mixed(side: str, runs: Sequence[Run]) -> list[Drift]:
-    """List what the runs of one side, which count as repetitions, have not in common."""
+def _mixed(side: str, runs: Sequence[Run], speed: bool) -> list[Drift]:
+    """List what the runs of one side, which count as repetitions, have not in common.
+
+    Both sides may have the same two values, and most runs of either another one.
+    """
+    asked = _apart([run.spec for run in runs])
+    found = {name: values for name, values in asked.items() if not _within(name, _FREE)}
+    for name, (first, *rest) in _apart(list(map(_known, runs))).items():
+        if _weigh(name, {first}, set(rest), speed) == "refuses":
+            found[name] = [first, *rest]
     return [
-        Drift(f"{name} within {side}", first, " and ".join(rest))
-        for name, values in sorted(_facts(run.spec for run in runs).items())
-        if len(values) > 1 and not _within(name, _FREE)
-        for first, *rest in [sorted(map(_short, values))]
+        Drift(f"{name} within {side}", _short(first), " and ".join(map(_short, rest)))
+        for name, (first, *rest) in sorted(found.items())
     ]
+
+
+def _apart(documents: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
+    """Return the values, at least two, of each name that documents differ in."""
+    facts = [_facts([document]) for document in documents]
+    found = {}
+    for name in sorted(set().union(*facts)):
+        # What an older version did not record is no difference; an argument not given is one.
+        root = name.partition(".")[0]
+        told = [each for each, known in zip(facts, documents, strict=True) if root in known]
+        values = set().union(*(each.get(name, {_NOT_GIVEN}) for each in told))
+        if len(values) > 1:
+            found[name] = sorted(values)
+    return found
 
 
 def _resumed(runs: Iterable[Run], speed: bool) -> list[Drift]:
@@ -131,7 +156,7 @@ def _prompts(base: Sequence[Run], cand: Sequence[Run]) -> list[Drift]:
 
 
 def _spell(values: set[str]) -> str:
-    return " and ".join(sorted(map(_short, values))) if values else "not recorded"
+    return " and ".join(sorted(map(_short, values))) if values else _NOT_GIVEN
 
 
 def _short(text: str) -> str:

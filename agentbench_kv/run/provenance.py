@@ -1,4 +1,4 @@
-"""Where a figure comes from: versions, commit, hardware."""
+"""Where a figure comes from: versions, code, hardware."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import agentbench_kv
-from agentbench_kv.run.checkout import commit_of
+from agentbench_kv.run.checkout import code_sha, commit_of
 
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "scipy", "kvpress")
 
 
 def environment() -> dict[str, Any]:
-    """Return versions, git commit and hardware of this process."""
+    """Return versions, code and hardware of this process."""
+    package = Path(agentbench_kv.__file__).parent
     return {
         "kvbench": agentbench_kv.__version__,
-        "git_commit": commit_of(Path(agentbench_kv.__file__).parent),
+        "git_commit": commit_of(package),
+        "code_sha": code_sha(package),
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in PACKAGES},
         "hardware": hardware(),

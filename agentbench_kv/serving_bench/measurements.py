@@ -183,14 +183,16 @@ class LoadMeasurement(BaseModel, frozen=True, extra="forbid"):
 
     @property
     def origin(self) -> str:
-        """Where it was measured, in words and a digest: the machine, versions, commit."""
-        known = self.provenance
+        """Where it was measured, in words and a digest: the machine, versions, code."""
+        known = dict(self.provenance)
         machine = known.get("hardware") or {}
-        commit, _, changes = str(known.get("git_commit") or "").partition("+")
-        commit = commit[:8] + f" with changes {changes}" * bool(changes)
+        commit = known.get("git_commit")
+        if code := known.get("code_sha"):
+            known.pop("git_commit", None)  # commits of the same code are no two places
+        state = f", code {code[:8]}" if code else f" at {commit[:8]}" if commit else ""
         words = (
             machine.get("gpu") or machine.get("cpu") or "a machine unknown",
-            f"kvbench {known.get('kvbench') or 'unknown'}" + f" at {commit}" * bool(commit),
+            f"kvbench {known.get('kvbench') or 'unknown'}{state}",
         )
         digest = hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode()).hexdigest()
         return f"{', '.join(words)} ({digest[:6]})"

@@ -50,7 +50,7 @@ class ArmFigures(BaseModel, frozen=True):
     reasons: list[str]  # why it may not be ranked
     model_runner: str = ""  # vLLM's, where the engine says it
     quality: Quality | None = None  # the arm's, at whatever load it was measured
-    origins: list[str] = []  # machines, versions and commits that it was measured with
+    origins: list[str] = []  # machines and versions that it was measured with
 
     @property
     def answered(self) -> bool:

@@ -257,7 +257,7 @@ def unpaired(cells: Iterable[ArmFigures]) -> list[str]:
     if len(origins) < 2:
         return []
     return [
-        f"measured with {len(origins)} machines, versions or commits, of which repetitions are "
+        f"measured with {len(origins)} machines or versions, of which repetitions are "
         f"not paired: {'; '.join(origins)}"
     ]
 

@@ -122,6 +122,20 @@ def test_bootstrap_saves_the_candidate_once(kvbench, runs, tmp_path):
     assert kvbench("compare", "b/main.json", harsh, "--bootstrap").returncode == 3
 
 
+def test_the_command_for_a_baseline_makes_the_candidates_run(kvbench):
+    """It left the precision of cached rows out, and so named a method of another memory."""
+    chosen = (
+        "--task micro/recall-1k --limit 1 --method agentkv --budget 512 --set sinks=2 --seed 3 "
+        "--kv-dtype int8 --context-limit 4096 --max-live-tokens 9000 --tool-syntax json "
+        "--concurrency 2 --temperature 0.5 --max-tokens 40 --timeout 900 --allow-untested-engine"
+    )
+    (made,) = json.loads(kvbench("run", *chosen.split(), "--json", "--quiet").stdout)
+    said = kvbench("compare", "main", made["run_id"]).stderr
+    command = shlex.split(said[said.index("kvbench run") : said.index(" && ")])
+    (planned,) = json.loads(kvbench(*command[1:], "--dry-run", "--json").stdout)
+    assert planned["run_id"] == made["run_id"]
+
+
 def test_what_a_plan_says_of_a_baseline(kvbench, runs):
     plain = kvbench("compare", "--plan")
     assert plain.returncode == 0

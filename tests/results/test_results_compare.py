@@ -200,6 +200,70 @@ def test_decoding_and_task_parameters_refuse(write_run, name):
         compare(base, load(write_run("b", [1] * 5, spec={name: 2}, folder="o")))
 
 
+@pytest.mark.parametrize("metric", [None, "output_tok_s"])
+@pytest.mark.parametrize("theirs", [{"flash-attention": "on", "cells": "9"}, {}, None])
+def test_an_engines_own_arguments_refuse(write_run, theirs, metric):
+    """Flash attention on one side doubled the speed there, and a gate said `ok`."""
+    mine = {"flash-attention": "off", "cells": "9"}
+    base = load(write_run("a", [1] * 5, spec={"engine_args": mine}))
+    cand = load(write_run("b", [1] * 5, spec={"engine_args": theirs}, folder="o"))
+    now = (theirs or {}).get("flash-attention", "not recorded")
+    with pytest.raises(UsageError, match=f"engine_args.flash-attention off -> {now}"):
+        compare(base, cand, metric=metric)
+    same = write_run("c", [1] * 5, spec={"engine_args": mine}, folder="s")
+    assert compare(base, load(same), metric=metric).drift == []
+
+
+def test_room_for_fewer_sessions_refuses_a_verdict_on_speed(write_run):
+    base = load(write_run("a", [1] * 5, spec={"max_live_tokens": 4096}))
+    cand = load(write_run("b", [1] * 5, spec={"max_live_tokens": 0}, folder="o"))
+    assert compare(base, cand).drift[0].weight == "warns"
+    with pytest.raises(UsageError, match="max_live_tokens 4096 -> not recorded"):
+        compare(base, cand, metric="output_tok_s")
+    older = load(write_run("c", [1] * 5, folder="s"))
+    assert compare(older, cand, metric="output_tok_s").drift == []
+
+
+def test_the_context_that_an_engine_found_is_compared(write_run):
+    """The default of the option, which both had, hid it."""
+    sides = [
+        load(write_run("a", [1] * 5, folder=f"{limit}", spec={"context_limit": 0},
+                       provenance={"context_limit": limit}))
+        for limit in (8192, 4096)
+    ]  # fmt: skip
+    with pytest.raises(UsageError, match="context_limit 8192 -> 4096"):
+        compare(*sides)
+
+
+FAST, SLOW = ({"provenance": {"hardware": {"gpu": gpu}}} for gpu in "AB")
+FLASH, PLAIN = ({"spec": {"engine_args": own}} for own in ({"flash-attention": "on"}, {}))
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "named"),
+    [
+        (FAST, SLOW, "hardware.gpu within BASE A -> B"),
+        (FLASH, PLAIN, "engine_args.flash-attention within BASE not recorded -> on"),
+        ({"provenance": {"concurrency": 1}}, {"provenance": {"concurrency": 16}},
+         "concurrency within BASE 1 -> 16"),
+    ],
+)  # fmt: skip
+def test_repetitions_of_a_side_are_alike(write_run, one, other, named):
+    """Each side had both machines, one of them eight slow runs and the other eight fast ones."""
+
+    def side(folder, most, rest):
+        more = {"folder": folder, "wall_s": 10.0}
+        for i in range(9):
+            write_run(f"r{i}", [1], **more, **(most if i else rest))
+        return load(write_run("last", [1], **more, **most).parent)
+
+    base, cand = side("a", other, one), side("b", one, other)
+    with pytest.raises(UsageError, match=named):
+        compare(base, cand, metric="output_tok_s")
+    if "provenance" in one:
+        assert compare(base, cand).drift == []  # no machine changes a score
+
+
 def test_another_machine_refuses_a_verdict_on_speed_only(write_run):
     sides = [
         load(write_run("a", [1] * 5, folder=gpu, provenance={"hardware": {"gpu": gpu}}))

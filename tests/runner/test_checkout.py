@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from agentbench_kv.run.checkout import commit_of
+from agentbench_kv.run.checkout import CHANGED, code_sha, commit_of
 from agentbench_kv.run.provenance import environment
 
 
@@ -43,39 +45,57 @@ def test_the_commit_of_code_without_changes(package: Path) -> None:
     assert commit_of(package) == commit
 
 
-def test_changes_are_noted_and_told_apart(package: Path) -> None:
-    """A run of edited code said that it was the commit's."""
-    commit = git(package, "rev-parse", "HEAD")
+def states(package: Path) -> Iterator[str]:
+    """Change a package in one way after another, each from the state before it; name the ways."""
     more, new = package / "more.py", package / "néw one.py"
     was = more.read_text()
-    found = [commit]
     more.write_text("1\n")
-    found.append(commit_of(package))
-    git(package, "add", "more.py")
-    assert commit_of(package) == found[-1]  # staged or not
+    yield "edited"
     more.write_text("2\n")
-    found.append(commit_of(package))
+    yield "edited otherwise"
     more.write_text(was)
-    git(package, "add", "more.py")
-    assert commit_of(package) == commit
     new.write_text("1\n")
-    found.append(commit_of(package))
+    yield "a new file"
     new.write_text("2\n")
-    found.append(commit_of(package))
+    yield "another new file"
     new.unlink()
     more.unlink()
-    found.append(commit_of(package))
-    git(package, "mv", "__init__.py", "other.py")
-    (package / "__init__.py").write_text("")
-    git(package, "add", "__init__.py")
-    found.append(commit_of(package))
+    yield "a file removed"
+    (package / "other.py").write_text(was)
+    yield "a file renamed"
+
+
+def test_changes_are_noted(package: Path) -> None:
+    """A run of edited code said that it was the commit's."""
+    commit = git(package, "rev-parse", "HEAD")
+    seen = [commit_of(package) for _ in states(package)]
+    assert seen == [commit + CHANGED] * 6
+    git(package, "add", ".")
+    assert commit_of(package) == commit + CHANGED  # staged or not
+
+
+@pytest.mark.parametrize("tracked", [True, False])
+def test_code_is_told_apart_with_or_without_a_checkout(package: Path, tracked: bool) -> None:
+    """Edits of an installed package left no trace."""
+    first = code_sha(package)
+    if not tracked:
+        package = package.rename(package.parent.parent / "installed")
+    (package / "__pycache__").mkdir()
+    (package / "__pycache__" / "more.pyc").write_bytes(b"1")
+    (package / ".more.py.swp").write_bytes(b"1")
+    assert code_sha(package) == first
+    assert re.fullmatch("[0-9a-f]{16}", first)
+    found = [first, *[code_sha(package) for _ in states(package)]]
     assert len(set(found)) == len(found) == 7
-    for each in found[1:]:
-        assert each is not None
-        head, plus, digits = each.partition("+")
-        assert (head, plus) == (commit, "+")
-        assert len(digits) == 8
-        int(digits, 16)
+
+
+def test_what_a_file_says_is_not_taken_for_a_name(tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    for folder, files in ((one, {"a": b"b", "c": b"d"}), (two, {"a": b"d", "c": b"b"})):
+        folder.mkdir()
+        for name, held in files.items():
+            (folder / name).write_bytes(held)
+    assert code_sha(one) != code_sha(two)
 
 
 def test_the_commit_of_somebody_elses_checkout_is_not_ours(package: Path) -> None:
@@ -99,5 +119,7 @@ def test_no_commit_without_a_checkout_or_without_git(
 def test_a_run_notes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     monkeypatch.setattr("agentbench_kv.run.provenance.commit_of", seen.append)
-    assert environment()["git_commit"] is None
+    noted = environment()
+    assert noted["git_commit"] is None
+    assert noted["code_sha"] == code_sha(seen[0])
     assert [path.name for path in seen] == ["agentbench_kv"]

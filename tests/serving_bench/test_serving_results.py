@@ -278,26 +278,43 @@ def test_measurements_that_would_share_a_file_are_refused(
 HERE = {"kvbench": "1", "git_commit": "a" * 40, "hardware": {"cpu": "here"}}
 
 
-@pytest.mark.parametrize(
-    "other",
-    [HERE | {"hardware": {"cpu": "there"}}, HERE | {"git_commit": "b" * 40}, HERE | {"kernels": 2}],
-)
-def test_repetitions_of_two_machines_or_versions_are_not_paired(other: dict[str, Any]) -> None:
-    runs = [
+def measured_at(here: dict[str, Any], there: dict[str, Any]) -> list[LoadMeasurement]:
+    """Return measurements at one place, but for a repetition of one arm at another."""
+    return [
         each.model_copy(
-            update={
-                "provenance": other if (each.repetition, each.arm) == (2, "full") else HERE,
-            }
+            update={"provenance": there if (each.repetition, each.arm) == (2, "full") else here}
         )
         for each in measured()
     ]
-    found = summary(runs)
+
+
+def test_commits_of_the_same_code_are_paired() -> None:
+    """A change of the docs made two places of one."""
+    code = {"code_sha": "0123abcd" * 2}
+    runs = measured_at(HERE | code, HERE | code | {"git_commit": "b" * 40})
+    assert cell(summary(runs), "agentkv 4096", "c8").ratios["full"].n == 3
+    assert {each.origin[: each.origin.index(" (")] for each in runs} == {
+        "here, kvbench 1, code 0123abcd"
+    }
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        HERE | {"hardware": {"cpu": "there"}},
+        HERE | {"git_commit": "b" * 40},
+        HERE | {"kernels": 2},
+        HERE | {"code_sha": "0123abcd" * 2},
+    ],
+)
+def test_repetitions_of_two_machines_or_versions_are_not_paired(other: dict[str, Any]) -> None:
+    found = summary(measured_at(HERE, other))
     assert cell(found, "agentkv 4096", "c8").ratios["full"].n == 2
     notes = summary_tables(found)[0].notes
-    assert any(note.startswith("measured with 2 machines, versions or comm") for note in notes)
+    assert any(note.startswith("measured with 2 machines or versions") for note in notes)
     same = summary([each.model_copy(update={"provenance": HERE}) for each in measured()])
     assert cell(same, "agentkv 4096", "c8").ratios["full"].n == 3
-    assert not any("machines, versions" in note for note in summary_tables(same)[0].notes)
+    assert not any("machines or versions" in note for note in summary_tables(same)[0].notes)
 
 
 @pytest.mark.parametrize(

@@ -247,10 +247,10 @@ LIMIT = {"name": "m", "gb_per_s": 10.0, "tflops": {"float32": 1000.0}, "source":
 
 
 def record(
-    place: Path, arm: str, number: int, speed: float, live: int, commit: str | None = None
+    place: Path, arm: str, number: int, speed: float, live: int, code: str | None = None
 ) -> None:
     """Write what a cell leaves behind."""
-    here = {"hardware": {"cpu": "a processor"}, "git_commit": commit}
+    here = {"hardware": {"cpu": "a processor"}, "git_commit": "a" * 40, "code_sha": code}
     folder = place / "embedded" / f"rep{number + 1:02d}" / arm
     plan = ServingPlan(
         engine="embedded", model="micro", dtype="float32", arms=[ServingArm(name=arm, method=arm)],
@@ -326,17 +326,18 @@ def test_the_table_pairs_repetitions_and_has_bytes_first(shown: Table) -> None:
 
 def test_cells_of_other_code_are_not_paired(tmp_path: Path) -> None:
     """Two states of one working tree were: only the commit was noted, and no note said so."""
-    place, commit = tmp_path / "micro-8k", "a" * 40
-    for number in range(2):
-        record(place, "full@prefix", number, 10.0, 800, commit)
-        record(place, "agentkv", number, 20.0, 100, commit + "+0123abcd" * (number == 1))
+    place = tmp_path / "micro-8k"
+    for number, code in enumerate(("0123abcd" * 2, "fedc4567" * 2)):
+        record(place, "full@prefix", number, 10.0, 800, "0123abcd" * 2)
+        record(place, "agentkv", number, 20.0, 100, code)
     (place / TRACE).write_text("")
     (found,) = shapes_tables(tmp_path)
     ratio = [column.title for column in found.columns].index("x base")
     (agentkv,) = (row for row in found.rows if row.cells[1].value == "agentkv")
     assert (agentkv.cells[ratio].low, agentkv.cells[ratio].value) == (None, 2.0)  # of one pair
-    (note,) = (note for note in found.notes if note.startswith("measured with 2 machines, versi"))
-    assert "at aaaaaaaa with changes 0123abcd (" in note
+    (note,) = (note for note in found.notes if note.startswith("measured with 2 machines or ver"))
+    assert "code 0123abcd (" in note
+    assert "code fedc4567 (" in note
 
 
 def test_the_share_of_the_roofline_counts_what_was_read(shown: Table) -> None:
