@@ -2,12 +2,12 @@
 
     PYTHONPATH=. ENVIRONMENT/bin/python benchmarks/llamacpp_settings.py MODEL.gguf [--prompt 4096]
 
-Our engine keeps all sessions in one unified cache, over which every token attends, without flash
-attention (an event needs the first, exact figures the second). `llama-server` has one cache, too,
-unless `-np` says how many slots there are: then each has cells of its own. This plays the same
-sessions under both, with flash attention and without: prompts one after another, a tool result
-each, then decodes of all together, without our watch. ENVIRONMENT is the folder of `llamacpp` that
-`kvbench env list` names.
+Our engine keeps all sessions in one unified cache, as an event needs it, with flash attention for
+rows in float16 and without for those in float32. `llama-server` has one cache, too, unless `-np`
+says how many slots there are: then each has cells of its own. This plays the same sessions under
+both, with flash attention and without: prompts one after another, a tool result each, then decodes
+of all together, without our watch. ENVIRONMENT is the folder of `llamacpp` that `kvbench env list`
+names.
 """
 
 from __future__ import annotations

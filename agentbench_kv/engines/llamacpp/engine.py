@@ -154,7 +154,10 @@ def _cells(options: EngineOptions) -> int | None:
 
 
 def _flash(options: EngineOptions) -> bool:
-    """Return whether attention is llama.cpp's fused one, which sums in half precision on a CPU."""
+    """Return whether attention is llama.cpp's fused one, which computes in half precision.
+
+    As `llama-server` chooses, but never for rows in float32, which are for exact tokens.
+    """
     chosen = options.engine_args.get(_FLASH)
     if chosen not in (None, "on", "off"):
         raise UsageError(f"--engine-arg {_FLASH}={chosen}: expected on or off")
@@ -163,7 +166,9 @@ def _flash(options: EngineOptions) -> bool:
             f"--kv-dtype {options.kv_dtype} needs flash attention, without which llama.cpp "
             f"quantises no values; leave out --engine-arg {_FLASH}=off"
         )
-    return chosen == "on" or bool(options.kv_dtype)
+    if chosen is None:
+        return bool(options.kv_dtype) or options.dtype == "float16"
+    return chosen == "on"
 
 
 class LlamaCppEngine(ServingEngine):

@@ -194,6 +194,31 @@ def test_spans_leave_and_come_back_as_in_the_embedded_engine(
         assert getattr(stats, name) == getattr(wanted[4], name), name
 
 
+def test_a_block_whose_last_token_came_behind_a_restored_one(
+    engines: Callable[..., Engine],
+) -> None:
+    """An answer's last token is fed by the next turn; packed, its block was not saved."""
+    found = []
+    for kind in (LlamaCppEngine, EmbeddedEngine):
+        engine = engines(
+            kind, PACKED, **({"max_live_tokens": 4096} if kind is LlamaCppEngine else {})
+        )
+        engine.open("c", TokenPhases())
+        turn(engine, "c", words(300, 1), 20)
+        early = engine.save_block("c", 100, 150)
+        engine.evict_spans("c", [(100, 150)])
+        said = [turn(engine, "c", words(30, 2), 20)]  # tokens 350 to 369; the last is not fed yet
+        engine.restore_block("c", early)
+        said.append(turn(engine, "c", words(10, 3), 20))
+        parted = engine.save_block("c", 355, 370)
+        engine.evict_spans("c", [(355, 370)])
+        said.append(turn(engine, "c", words(10, 4), 20))
+        engine.restore_block("c", parted)
+        said.append(turn(engine, "c", words(10, 5), 30))
+        found.append((said, parted.at, engine.close("c").live))
+    assert found[0] == found[1]
+
+
 def test_a_block_re_anchored_behind_the_last_row(engines: Callable[..., Engine]) -> None:
     found = []
     for kind in (LlamaCppEngine, EmbeddedEngine):

@@ -174,7 +174,8 @@ class SpanCommands:
                 f"{len(found)} of {end - start} are in the cache"
             )
         rope = rows.rope[chosen]
-        if int(rope[-1] - rope[0]) != len(rope) - 1:
+        # Packed, what comes back between two turns is put before an answer's last token.
+        if not self._packed and int(rope[-1] - rope[0]) != len(rope) - 1:
             raise UsageError(f"positions {start} to {end} are no neighbours any more")
         blob = rows.save(chosen)
         blob.set_positions(rope)
@@ -206,9 +207,10 @@ class SpanCommands:
                 f"cannot restore positions {start} to {end} of session {name}: "
                 f"they are in the cache, or past its {ledger.fed} tokens"
             )
-        shift = self._target(rows, blob, at) - int(blob.positions[0])
-        if shift:
-            blob.rotate(shift)
+        first = self._target(rows, blob, at)
+        shifts = torch.arange(first, first + blob.tokens) - blob.positions
+        if bool(shifts.any()):
+            blob.rotate(int(shifts[0]) if bool((shifts == shifts[0]).all()) else shifts)
         rows.restore(blob, torch.arange(start, end))
         ledger.restore(blob.tokens)
         self._settle(session, before)

@@ -138,10 +138,10 @@ class Blob:
             made.values(layer).copy_(self.values(layer)[order])
         return made
 
-    def rotate(self, by: int) -> None:
-        """Move the tokens by some positions: keys rotate, labels follow."""
+    def rotate(self, by: int | Tensor) -> None:
+        """Move all tokens by so many positions, or each by its own [tokens]: keys turn, too."""
         plugin = library.find_plugin()
-        if plugin is None:
+        if plugin is None or not isinstance(by, int):
             self._rotate_by_kernels(by)
         else:
             form, shape = self.form, self.form.shape
@@ -154,9 +154,9 @@ class Blob:
             plugin.kvb_turn(ctypes.byref(keys), by, form.frequencies.data_ptr())
         self._cells[:, 0] += by
 
-    def _rotate_by_kernels(self, by: int) -> None:
+    def _rotate_by_kernels(self, by: int | Tensor) -> None:
         frequencies, interleaved = self.form.frequencies, self.form.shape.interleaved
-        rope_rotate(self._all_keys(), torch.tensor(by), frequencies, interleaved=interleaved)
+        rope_rotate(self._all_keys(), torch.as_tensor(by), frequencies, interleaved=interleaved)
 
     def described(self) -> library.PluginState:
         """Return where the blob lies, for the plug-in; valid while the blob lives."""
