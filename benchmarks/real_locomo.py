@@ -30,8 +30,8 @@ from agentbench_kv.adapters.locomo.task import ask, history
 from agentbench_kv.adapters.probe.locomo import READ
 from agentbench_kv.adapters.probe.session import ChatSession
 from agentbench_kv.engines.embedded.forced import ForcedPlay, Labelled
+from agentbench_kv.engines.embedded.forward import session_pools
 from agentbench_kv.engines.embedded.model import LoadedModel, load_model
-from agentbench_kv.engines.embedded.scheduler import session_pools
 from agentbench_kv.engines.embedded.session import EmbeddedSession
 from agentbench_kv.methods.full import Full
 from agentbench_kv.run.fidelity import FidelityArm

@@ -31,8 +31,8 @@ from agentbench_kv.adapters.probe.session import ChatSession, read_sessions
 from agentbench_kv.adapters.probe.values import contains, is_exact
 from agentbench_kv.engines.embedded.attention import pack
 from agentbench_kv.engines.embedded.forced import ForcedPlay, Labelled
+from agentbench_kv.engines.embedded.forward import PREFILL_CHUNK, run_network, session_pools
 from agentbench_kv.engines.embedded.model import LoadedModel, load_model
-from agentbench_kv.engines.embedded.scheduler import PREFILL_CHUNK, run_network, session_pools
 from agentbench_kv.engines.embedded.session import EmbeddedSession
 from agentbench_kv.methods.base import Phase
 from agentbench_kv.methods.full import Full

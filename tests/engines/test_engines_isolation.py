@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from agentbench_kv.engines.base import EngineOptions, FinishReason, Sampling
 from agentbench_kv.engines.embedded import EmbeddedEngine
 from agentbench_kv.engines.embedded import scheduler as scheduling
-from agentbench_kv.engines.embedded.scheduler import EmbeddedGeneration, EmbeddedScheduler
+from agentbench_kv.engines.embedded.generation import EmbeddedGeneration
+from agentbench_kv.engines.embedded.scheduler import EmbeddedScheduler
 from agentbench_kv.errors import EngineGoneError, KVBenchError, SessionFailedError, UsageError
 from agentbench_kv.methods.base import Phase
 from agentbench_kv.registry import make_method

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -296,14 +295,19 @@ def test_what_is_not_simulated_is_one_line(
 @pytest.mark.parametrize("engine", [VllmEngine, SglangEngine])
 def test_a_plug_in_reads_no_quantised_rows(engine: Any) -> None:
     full, agentkv = make_method("full", None), make_method("agentkv", 64)
-    refuse = partial(refuse_quantised, "kv-cache-dtype")
-    refuse(EngineOptions("m", full, kv_dtype="fp8_e4m3"))
-    refuse(EngineOptions("m", agentkv))
+    refuse_quantised(EngineOptions("m", full, kv_dtype="fp8_e4m3"))
+    refuse_quantised(EngineOptions("m", agentkv))
     with pytest.raises(UsageError, match="cannot at lower precision"):
-        refuse(EngineOptions("m", agentkv, kv_dtype="fp8_e4m3"))
+        refuse_quantised(EngineOptions("m", agentkv, kv_dtype="fp8_e4m3"))
     twice = EngineOptions("m", full, kv_dtype="fp8_e4m3", engine_args={"kv-cache-dtype": "auto"})
     with pytest.raises(UsageError, match="says the same"):
-        refuse(twice)
+        refuse_quantised(twice)
+    for wrong in ("fp8", "bfloat16"):
+        own = EngineOptions("m", full, engine_args={"kv-cache-dtype": wrong})
+        with pytest.raises(UsageError, match=f"dtype={wrong}: runs are labelled, .* use these"):
+            refuse_quantised(own)
+    for same in ("auto", "float32"):
+        refuse_quantised(EngineOptions("m", full, engine_args={"kv-cache-dtype": same}))
     with pytest.raises(UsageError, match=r"it knows: .*fp8_e4m3"):
         engine.check_kv_dtype(EngineOptions("m", full, kv_dtype="kivi2"))
 

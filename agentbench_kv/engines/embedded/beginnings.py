@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from agentbench_kv.engines.embedded.forward import PREFILL_CHUNK, session_pools
 from agentbench_kv.engines.embedded.model import LoadedModel
-from agentbench_kv.engines.embedded.scheduler import PREFILL_CHUNK, session_pools
 from agentbench_kv.engines.embedded.session import EmbeddedSession
 from agentbench_kv.methods.base import Method, Phase, QueryKind, QueryPlan
 from agentbench_kv.methods.full import Full

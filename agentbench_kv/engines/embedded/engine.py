@@ -28,6 +28,7 @@ from agentbench_kv.engines.base import (
 )
 from agentbench_kv.engines.core.kv_dtype import KV_DTYPES
 from agentbench_kv.engines.core.memory import SessionMemory, before_rope, memory_method
+from agentbench_kv.engines.embedded.generation import EmbeddedGeneration
 from agentbench_kv.engines.embedded.model import (
     IN_MEMORY,
     LoadedModel,
@@ -42,11 +43,7 @@ from agentbench_kv.engines.embedded.model import (
 from agentbench_kv.engines.embedded.observer import Observer
 from agentbench_kv.engines.embedded.past import past_files
 from agentbench_kv.engines.embedded.quantization import read_kv_dtype
-from agentbench_kv.engines.embedded.scheduler import (
-    EmbeddedGeneration,
-    EmbeddedScheduler,
-    StepTimes,
-)
+from agentbench_kv.engines.embedded.scheduler import EmbeddedScheduler, StepTimes
 from agentbench_kv.engines.embedded.session import EmbeddedSession
 from agentbench_kv.engines.embedded.span_rows import (
     evict_spans,

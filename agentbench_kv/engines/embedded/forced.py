@@ -18,10 +18,10 @@ from agentbench_kv.engines.base import KVStats
 from agentbench_kv.engines.core.ledger import Eviction, SessionLedger
 from agentbench_kv.engines.embedded.attention import pack
 from agentbench_kv.engines.embedded.beginnings import Beginning, Beginnings, Labelled, full_cache
+from agentbench_kv.engines.embedded.forward import PREFILL_CHUNK, run_network, session_pools
 from agentbench_kv.engines.embedded.model import LoadedModel
 from agentbench_kv.engines.embedded.observer import Observer
 from agentbench_kv.engines.embedded.quantization import on_write
-from agentbench_kv.engines.embedded.scheduler import PREFILL_CHUNK, run_network, session_pools
 from agentbench_kv.engines.embedded.session import EmbeddedSession, SessionPools
 from agentbench_kv.errors import ContextLimitError, KVBenchError
 from agentbench_kv.methods.base import Method, Phase

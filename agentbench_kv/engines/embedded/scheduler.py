@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -14,21 +14,24 @@ from math import isfinite
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
-from agentbench_kv.engines.base import FinishReason, PhaseLabeller, Sampling
+from agentbench_kv.engines.base import FinishReason, PhaseLabeller
 from agentbench_kv.engines.core.commands import CommandQueue
 from agentbench_kv.engines.core.ledger import Eviction
 from agentbench_kv.engines.core.prefixes import PREFIXES
-from agentbench_kv.engines.core.rings import QueryBuffer
-from agentbench_kv.engines.embedded.attention import Packed, pack
-from agentbench_kv.engines.embedded.model import LoadedModel, cache_shape
+from agentbench_kv.engines.embedded.attention import pack
+from agentbench_kv.engines.embedded.forward import PREFILL_CHUNK, run_network, session_pools
+from agentbench_kv.engines.embedded.generation import (
+    EmbeddedGeneration,
+    Predicted,
+    add_stretch,
+    next_token,
+)
+from agentbench_kv.engines.embedded.model import LoadedModel
 from agentbench_kv.engines.embedded.observer import Observer
 from agentbench_kv.engines.embedded.prefixes import PrefixStore
-from agentbench_kv.engines.embedded.quantization import on_write, read_kv_dtype
-from agentbench_kv.engines.embedded.session import EmbeddedSession, SessionPools, WindowPools
-from agentbench_kv.engines.embedded.slots import CachePools
-from agentbench_kv.engines.sampling import Sampler, StreamedGeneration
+from agentbench_kv.engines.embedded.quantization import on_write
+from agentbench_kv.engines.embedded.session import EmbeddedSession
 from agentbench_kv.errors import (
     CapacityError,
     EngineGoneError,
@@ -37,46 +40,10 @@ from agentbench_kv.errors import (
 )
 from agentbench_kv.methods.base import Method
 
-# Chunks depend on a session's own tokens only, so that its result does not on those beside it.
-PREFILL_CHUNK = 512
 STEP_TOKENS = 2048
 _STOP_S = 20.0  # for the step under way to end
 
 T = TypeVar("T")
-
-
-class EmbeddedGeneration(StreamedGeneration):
-    """A generation that the scheduler thread feeds; that thread waits for no reader."""
-
-    def __init__(
-        self,
-        session: EmbeddedSession,
-        sampling: Sampling,
-        given: Sequence[int] = (),
-        predict: bool = False,  # whether to say what would have been drawn instead
-    ) -> None:
-        super().__init__(sampling)
-        self.session = session
-        self.sampler = Sampler(sampling)
-        self.logprobs = self.sampler.logprobs
-        self.given = deque(given)  # tokens to be taken as drawn, one after the other
-        self.stretch: list[int] = []  # those of them that the next forward is fed besides
-        self.predict = predict
-        self.best: list[int] = []
-
-    def rows_wanted(self, end: int) -> range:
-        """Return the rows whose predictions are asked for, of those that end before `end`."""
-        return range(end - 1 - len(self.stretch) * self.predict, end)
-
-
-@dataclass(frozen=True)
-class Predicted:
-    """What a forward says of a generation's next token."""
-
-    generation: EmbeddedGeneration
-    logits: Tensor  # [vocab]
-    best: float  # lowest id of the largest logit
-    value: float  # of that logit
 
 
 @dataclass
@@ -454,12 +421,12 @@ class EmbeddedScheduler:
             raise ValueError("the model's logits are no numbers")
         if self._recorder is not None:
             self._recorder.on_logits(session.name, session.fed, logits)
-        token = _next_token(predicted)
+        token = next_token(predicted)
         self._compress(session, session.accept(token))
         generation.push(token)
         reason = self._finish_reason(generation, token)
         if reason is None and generation.given:
-            _add_stretch(generation)
+            add_stretch(generation, PREFILL_CHUNK)
         if reason is not None:
             self._compress(session, session.ledger.end_turn())
             self._retire(generation)
@@ -492,56 +459,6 @@ class EmbeddedScheduler:
             self._fail(generation, error)
         # An error that a device does not get over, such as an illegal access, fails this too.
         torch.zeros(1, device=self._model.shape.device).tolist()
-
-
-def _next_token(predicted: Predicted) -> int:
-    """Return what comes next: the token that is given, or the one that is drawn."""
-    generation = predicted.generation
-    for token in generation.stretch:
-        generation.push(token)
-    generation.stretch = []
-    if generation.given:
-        return generation.given.popleft()
-    greedy = generation.sampler.greedy
-    return int(predicted.best) if greedy else generation.sampler.draw(predicted.logits)
-
-
-def _add_stretch(generation: EmbeddedGeneration) -> None:
-    """Let the next forward take given tokens at once up to the one with which an event falls due.
-
-    Until then the cache only grows, so that one forward says of each what a decode would.
-    """
-    session, left = generation.session, len(generation.given)
-    longest = session.longest_stretch(PREFILL_CHUNK)
-    rows = min(session.ledger.quiet(left) + 1, left, longest)
-    generation.stretch = [generation.given.popleft() for _ in range(rows - 1)]
-    session.add_drawn([(token, session.labeller.label(token)) for token in generation.stretch])
-
-
-def run_network(model: LoadedModel, packed: Packed, rows: list[int]) -> Tensor:
-    """Feed what was packed; return the logits [rows, vocab] of the packed axis' chosen rows."""
-    device = model.shape.device
-    output = model.network(
-        input_ids=torch.tensor([packed.tokens], device=device),
-        position_ids=torch.tensor([packed.positions], device=device),
-        use_cache=False,
-        logits_to_keep=torch.tensor(rows, dtype=torch.int64, device=device),
-        kvbench=packed.plan,
-    )
-    logits: Tensor = output.logits[0].float()
-    return logits
-
-
-def session_pools(model: LoadedModel, method: Method, kv_dtype: str = "") -> SessionPools:
-    """Make the empty caches that sessions of a model under a method live in."""
-    shape, attention = cache_shape(model, method), model.attention
-    windows = None
-    if attention.windowed:
-        pools = CachePools(model.window_shape)
-        windows = WindowPools(pools, attention.window, model.window_frequencies)
-    queries = QueryBuffer(method.query_plan(), shape)
-    form = read_kv_dtype(kv_dtype, method, windows=windows is not None)
-    return SessionPools(CachePools(shape), windows, queries, model.frequencies, form)
 
 
 def _described(error: BaseException) -> str:

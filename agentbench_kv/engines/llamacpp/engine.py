@@ -277,12 +277,12 @@ class LlamaCppEngine(ServingEngine):
         room = min(self.info.context_limit, self._wire.cells)
         if self._wire.options.banks is None or len(tokens) >= room:
             return None
-        return self._with_backend(partial(self._recollect, bank, tokens))
+        return self._backend.serve(partial(self._recollect, bank, tokens))
 
     def _recollect(self, bank: str, tokens: Sequence[int]) -> float | None:
         """Have the backend that runs now find a past session; it must have the earlier ones."""
         self._check_bank(bank)
-        epoch = self._epoch
+        epoch = self._backend.epoch
         seconds: float | None = self._told("recollect", bank=bank, past=list(tokens))
         if seconds is not None:
             self._banks[bank] = epoch
@@ -310,7 +310,7 @@ class LlamaCppEngine(ServingEngine):
     def _attach(self, state: ServingSession, bank: str) -> None:
         self._check_bank(bank)
         state.taken = self._told("attach", session=state.backend_name, bank=bank)
-        state.bank, state.epoch = bank, self._epoch
+        state.bank, state.epoch = bank, self._backend.epoch
 
     def recalled(self, session: str) -> NDArray[np.int64]:
         state = self._sessions[session]
@@ -321,7 +321,7 @@ class LlamaCppEngine(ServingEngine):
         return np.array(rows, np.int64).reshape(len(rows), -1)
 
     def forget(self, bank: str) -> None:
-        if self._banks.pop(bank, 0) == self._epoch:
+        if self._banks.pop(bank, 0) == self._backend.epoch:
             with suppress(OSError):  # it went with its backend
                 self._told("forget", bank=bank)
 
@@ -332,7 +332,7 @@ class LlamaCppEngine(ServingEngine):
 
     def _check_bank(self, bank: str) -> None:
         """Raise if rows of a memory bank went with a backend: MemoryLostError."""
-        if self._banks.get(bank, self._epoch) != self._epoch:
+        if self._banks.get(bank, self._backend.epoch) != self._backend.epoch:
             raise MemoryLostError(f"the backend that had memory bank {bank} is gone")
 
     def _told(self, command: str, **arguments: Any) -> Any:
@@ -373,7 +373,7 @@ class LlamaCppEngine(ServingEngine):
 
     def embed_tokens(self, tokens: Sequence[int]) -> NDArray[np.float32]:
         ask = partial(self._control.call, "embed_tokens", tokens=list(tokens))
-        return np.asarray(self._with_backend(ask), np.float32)
+        return np.asarray(self._backend.serve(ask), np.float32)
 
     def _command(self, session: str, command: str, **arguments: Any) -> Any:
         """Send a command about a session that lives in the backend.

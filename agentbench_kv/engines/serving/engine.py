@@ -1,12 +1,10 @@
-"""The base of engines that run in a process of their own: their sessions, and restarts."""
+"""The base of engines that run in a process of their own: their sessions."""
 
 from __future__ import annotations
 
 import shutil
 import tempfile
-import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
@@ -28,7 +26,8 @@ from agentbench_kv.engines.base import (
 )
 from agentbench_kv.engines.core.policy import method_document
 from agentbench_kv.engines.embedded.model import folder_sha, model_path
-from agentbench_kv.engines.serving.process import BackendProcess, ControlClient, ControlError
+from agentbench_kv.engines.serving.backend import SupervisedBackend
+from agentbench_kv.engines.serving.process import ControlError
 from agentbench_kv.engines.serving.refusals import read_asked, refuse_method
 from agentbench_kv.engines.serving.session import (
     ObservedLedger,
@@ -39,18 +38,12 @@ from agentbench_kv.engines.serving.session import (
 from agentbench_kv.engines.serving.transport import RequestError
 from agentbench_kv.engines.serving.wire import EngineWire, GenerationRequest, stop_document
 from agentbench_kv.environments import home, python_of
-from agentbench_kv.errors import EngineGoneError, KVBenchError, PrerequisiteError, UsageError
+from agentbench_kv.errors import KVBenchError, UsageError
 from agentbench_kv.methods.base import Method, Phase
 from agentbench_kv.methods.spans import SpanRange, TurnNotes
 from agentbench_kv.phases.machine import add_run, resumable
 
-# Restarts one request waits for, and starts in a row that may fail after the first, before the
-# engine is given up for good.
-RESTARTS = 3
-_PATIENCE_S = 5.0  # that a server may take to die once something about it broke
-_LOOK_S = 0.1
 _BROKEN = (OSError, httpx.TransportError, RequestError)
-_T = TypeVar("_T")
 # What a server as shipped does to no session.
 _OF_PLUGINS = frozenset({Capability.EVICT_SPANS, Capability.FORK, Capability.SHARE_PREFIX})
 
@@ -58,9 +51,8 @@ _OF_PLUGINS = frozenset({Capability.EVICT_SPANS, Capability.FORK, Capability.SHA
 class ServingEngine(Engine):
     """Sessions over a backend in another process.
 
-    The engine keeps every session's tokens. A backend that dies, as a whole or in part, is started
-    again by the request that finds out; its sessions are computed again from their tokens, and
-    counted (`recomputed`). After `RESTARTS` of them in vain the engine is gone: EngineGoneError.
+    The engine keeps every session's tokens. What a backend that died had of them is computed again
+    by the next one (`backend`), and counted (`recomputed`).
     """
 
     capabilities: ClassVar[frozenset[Capability]] = frozenset(
@@ -77,16 +69,12 @@ class ServingEngine(Engine):
         self._wire = wire
         self.wants_notes = wire.options.method.asks_for_system
         self.outlives_runs = not wire.stock  # its prefix cache knows the runs before
-        self._log = log
-        self._control = ControlClient(wire.control)
+        self._backend = SupervisedBackend(info.name, wire, log)
+        self._control = self._backend.control
         self._sessions: dict[str, ServingSession] = {}
-        self._starting = threading.Lock()
-        self._epoch = 0  # starts of the backend so far
         self._produced = 0  # tokens that came, as a sign of life: not counted exactly
-        self._gone: str | None = None  # why it will not be started again
-        self._process: BackendProcess | None = None
         try:
-            self._alive()
+            self._backend.running()
             self.info = replace(info, details=wire.details())
         except BaseException:
             self.shutdown()
@@ -107,11 +95,11 @@ class ServingEngine(Engine):
     @property
     def backend_pid(self) -> int | None:
         """Process id of the backend, for those who want to kill it."""
-        return None if self._process is None else self._process.pid
+        return self._backend.pid
 
     @property
     def restarts(self) -> int:
-        return max(0, self._epoch - 1)
+        return self._backend.restarts
 
     def open(self, session: str, labeller: PhaseLabeller) -> None:
         if session in self._sessions:
@@ -184,7 +172,7 @@ class ServingEngine(Engine):
                 "use full-constrained"
             )
         self._note_loss(state, look=False)
-        return state.known > 0 and state.epoch == self._epoch
+        return state.known > 0 and state.epoch == self._backend.epoch
 
     def rewind(self, session: str, length: int) -> None:
         """Forget a session's tokens from logical position `length` on.
@@ -259,19 +247,14 @@ class ServingEngine(Engine):
         sessions = list(self._sessions.values())
         if not any(state.generating for state in sessions):
             return None
-        return self._epoch + self._produced
+        return self._backend.epoch + self._produced
 
     def kept_names(self, session: str) -> str:
         """Return how the backend names a session in its traces."""
         return self._sessions[session].backend_name
 
     def shutdown(self) -> None:
-        self._gone = self._gone or "the engine has been shut down"
-        self._wire.close()
-        if self._process is not None:
-            self._process.stop()
-        # Last: who asks for an account meanwhile would connect again.
-        self._control.close()
+        self._backend.shutdown()
         shutil.rmtree(self._wire.folder, ignore_errors=True)
 
     def _play(self, state: ServingSession, generation: ServingGeneration) -> FinishReason:
@@ -286,8 +269,8 @@ class ServingEngine(Engine):
                     f"session {state.name}: its backend was lost in the middle of a given answer, "
                     "and with it what the model would have said; ask again"
                 )
-            if state.epoch != self._epoch:
-                state.enter(self._epoch)
+            if state.epoch != self._backend.epoch:
+                state.enter(self._backend.epoch)
             try:
                 return self._stream(state, generation)
             except _BROKEN:
@@ -295,47 +278,7 @@ class ServingEngine(Engine):
                     return FinishReason.CANCELLED
                 raise
 
-        return self._with_backend(stream)
-
-    def _with_backend(self, work: Callable[[], _T]) -> _T:
-        """Do what needs the backend, again if it dies meanwhile, and return the result."""
-        for _ in range(RESTARTS + 1):
-            process = self._alive()
-            try:
-                return work()
-            except RequestError as error:
-                if error.refused or not self._is_gone(process):
-                    raise
-            except (OSError, httpx.TransportError) as error:
-                if not self._is_gone(process):
-                    # No failure of whoever asked: another time it may go well.
-                    broke = f"the connection to the {self.info.name} backend broke: {error}"
-                    raise ConnectionError(broke) from error
-            except Exception:
-                if self._gone is None:  # or whatever failed because it was shut down meanwhile
-                    raise
-        with self._starting:
-            what = f"died {RESTARTS + 1} times in one request"
-            self._gone = self._gone or f"{process.ended(what)}; a run goes on with the same command"
-            raise EngineGoneError(self._gone)
-
-    def _is_gone(self, process: BackendProcess) -> bool:
-        """Return whether a backend about which something broke is dead or dying."""
-        deadline = time.monotonic() + _PATIENCE_S
-        while not self._is_lost(process):
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(_LOOK_S)
-        return True
-
-    def _is_lost(self, process: BackendProcess | None) -> bool:
-        """Return whether a backend is dead; what is left of one that lost a part is ended."""
-        if self._gone is not None or process is None or not (process.alive and process.ready):
-            return True
-        if not self._wire.lost():
-            return False
-        process.kill(crippled=True)
-        return True
+        return self._backend.serve(stream)
 
     def _at_rest(self, session: str) -> ServingSession:
         """Return a session that does not generate: only then may its rows be changed."""
@@ -349,8 +292,8 @@ class ServingEngine(Engine):
 
         `look`: whether the backend may have died without anybody having noticed.
         """
-        moved = state.epoch != self._epoch
-        if state.epoch and (moved or (look and self._is_lost(self._process))):
+        moved = state.epoch != self._backend.epoch
+        if state.epoch and (moved or (look and self._backend.lost())):
             state.lose()
 
     def _stream(self, state: ServingSession, generation: ServingGeneration) -> FinishReason:
@@ -409,38 +352,6 @@ class ServingEngine(Engine):
             return FinishReason.CONTEXT_LIMIT
         return FinishReason.CANCELLED if generation.cancelled else FinishReason.STOP
 
-    def _alive(self) -> BackendProcess:
-        """Return a backend that runs, starting one if there is none."""
-        with self._starting:
-            if self._gone is None and (self._process is None or not self._process.alive):
-                self._start()
-            if self._gone is not None or self._process is None:
-                raise EngineGoneError(self._gone)
-            return self._process
-
-    def _start(self) -> None:
-        """Start a backend; one that ran before may fail to come back a few times."""
-        for left in reversed(range(RESTARTS if self._epoch else 1)):
-            if self._process is not None:
-                self._process.kill()
-            self._control.close()
-            process = self._process = BackendProcess(self.info.name, self._wire.launch(), self._log)
-            if self._gone is not None:  # shut down meanwhile
-                process.kill()
-                return
-            try:
-                process.wait_ready()
-            except PrerequisiteError as error:
-                if not self._epoch:
-                    raise
-                if process.timed_out or not left:
-                    self._gone = self._gone or str(error)
-                if self._gone is not None:
-                    return
-            else:
-                self._epoch += 1
-                return
-
     def _tell(self, state: ServingSession, command: str, **arguments: Any) -> Any:
         """Send a command about a session; None if its rows went with the backend meanwhile."""
         try:
@@ -455,7 +366,7 @@ class ServingEngine(Engine):
         """Bring a session's accounting up to date; False if its backend is not there."""
         if self._wire.stock or not state.epoch:
             return True
-        if state.epoch != self._epoch:
+        if state.epoch != self._backend.epoch:
             return False
         try:
             document = self._control.call(command, session=state.backend_name)

@@ -18,6 +18,7 @@ from agentbench_kv.methods.full import Full
 # Options of vLLM and of SGLang that change what a model's config says.
 _OVERRIDES = ("hf-overrides", "json-model-override-args")
 _PARALLEL = {"dp": "data", "pp": "pipeline", "tp": "tensor"}
+_KV_DTYPE = "kv-cache-dtype"
 _WIDE = ("auto", "bf16", "bfloat16", "float16", "float32")  # dtypes of caches that methods score
 
 
@@ -36,12 +37,32 @@ def refuse_method(method: Method, facts: ModelFacts | None = None) -> None:
         )
 
 
-def refuse_quantised(argument: str, options: EngineOptions) -> None:
-    """Refuse rows that the plug-in cannot score or move, and two ways of asking for them."""
+def refuse_shortened(options: EngineOptions, *names: str) -> None:
+    """Refuse the beginning of a name that is looked at here: servers take it for the whole name.
+
+    `names` are those that only this engine has.
+    """
+    parallel = (name for kind in _PARALLEL for name in _names(kind))
+    whole = {_KV_DTYPE, *_OVERRIDES, *parallel, *names}
+    for given in options.engine_args:
+        begun = given.partition(".")[0]
+        meant = sorted(name for name in whole if name.startswith(begun))
+        if meant and begun not in whole:
+            raise UsageError(f"--engine-arg {given}: write the whole name, such as {meant[0]}")
+
+
+def refuse_quantised(options: EngineOptions) -> None:
+    """Refuse rows that the plug-in cannot score or move, and other ways of asking for them."""
+    given = options.engine_args.get(_KV_DTYPE)
     if not options.kv_dtype:
+        if given not in (None, "auto", options.dtype):
+            raise UsageError(
+                f"--engine-arg {_KV_DTYPE}={given}: runs are labelled, and their bytes counted, by "
+                "--dtype and --kv-dtype; use these"
+            )
         return
-    if argument in options.engine_args:
-        raise UsageError(f"--engine-arg {argument}: --kv-dtype {options.kv_dtype} says the same")
+    if given is not None:
+        raise UsageError(f"--engine-arg {_KV_DTYPE}: --kv-dtype {options.kv_dtype} says the same")
     if options.method.name != "full":
         raise UsageError(
             f"--kv-dtype {options.kv_dtype}: the plug-in of {options.method.label} reads cached "
@@ -149,7 +170,7 @@ def refuse_arguments(engine: str, options: EngineOptions, parallel: Sequence[str
     wrong = {f"{_PARALLEL[kind]} parallelism": _names(kind) for kind in parallel}
     for name, value in options.engine_args.items():
         what = next((what for what, names in wrong.items() if name in names), "")
-        if name == "kv-cache-dtype" and value not in _WIDE:
+        if name == _KV_DTYPE and value not in _WIDE:
             what = "a quantised KV cache"
         elif not what or value in ("", "1"):
             continue

@@ -26,6 +26,7 @@ from agentbench_kv.engines.serving.refusals import (
     refuse_arguments,
     refuse_offload,
     refuse_quantised,
+    refuse_shortened,
     refuse_unshared,
 )
 from agentbench_kv.engines.serving.transport import RequestError, post_events
@@ -358,10 +359,11 @@ class SglangEngine(ServingEngine):
     def check_options(cls, options: EngineOptions) -> None:
         named = options.device.startswith("cuda")
         gpu = named or (options.device == "auto" and pick_device("auto").type == "cuda")
+        refuse_shortened(options, _CONTEXT, *_OFFLOAD)
         check_context(options, _CONTEXT, MARGIN)
         refuse_arguments("sglang", options, ("dp", "pp", "tp"))
         cls.check_kv_dtype(options)
-        refuse_quantised("kv-cache-dtype", options)
+        refuse_quantised(options)
         refuse_offload("SGLang", _OFFLOAD, options, gpu)
         check_folder("sglang", options, lambda facts: _unsupported(facts, options, gpu=gpu))
         refuse_unshared("SGLang", options)

@@ -27,6 +27,7 @@ from agentbench_kv.engines.serving.refusals import (
     refuse_arguments,
     refuse_offload,
     refuse_quantised,
+    refuse_shortened,
     refuse_unshared,
 )
 from agentbench_kv.engines.serving.transport import UnixTransport, post_events
@@ -347,10 +348,11 @@ class VllmEngine(ServingEngine):
     @classmethod
     def check_options(cls, options: EngineOptions) -> None:
         gpu = on_gpu(options.device)
+        refuse_shortened(options, _CONTEXT, *_OFFLOAD)
         check_context(options, _CONTEXT)
         refuse_arguments("vllm", options, ("dp", "pp"))
         cls.check_kv_dtype(options)
-        refuse_quantised("kv-cache-dtype", options)
+        refuse_quantised(options)
         refuse_offload("vLLM", _OFFLOAD, options, gpu)
         check_folder("vllm", options, lambda facts: _unsupported(facts, options, gpu=gpu))
         refuse_unshared("vLLM", options)

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from agentbench_kv.engines.base import FinishReason, Sampling
 from agentbench_kv.engines.core.ledger import SessionLedger
-from agentbench_kv.engines.serving import engine as serving
-from agentbench_kv.engines.serving.engine import RESTARTS
+from agentbench_kv.engines.serving import backend
+from agentbench_kv.engines.serving.backend import RESTARTS
 from agentbench_kv.engines.serving.session import ServingSession
 from agentbench_kv.engines.serving.transport import RequestError
 from agentbench_kv.errors import EngineGoneError, KVBenchError, PrerequisiteError, UsageError
@@ -231,7 +231,7 @@ def test_what_fails_while_the_backend_lives_is_no_death(
     build: Build,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(serving, "_PATIENCE_S", 0.3)
+    monkeypatch.setattr(backend, "_PATIENCE_S", 0.3)
     engine = build(plan)
     engine.open("s", TokenPhases())
     with pytest.raises(raised, match=message):

@@ -298,7 +298,33 @@ def test_arguments_that_eviction_would_be_wrong_with_are_refused_before_anything
         check(replace(options, engine_args={name: value}))
     harmless = {"kv-cache-dtype": "auto"}.get(dashed, "1")
     check(replace(options, engine_args={name: harmless, "tensor-parallel-size": "1"}))
-    check(replace(options, method=make_method("full", None), engine_args={name: value}))
+    full = replace(options, method=make_method("full", None), engine_args={name: value})
+    if dashed == "kv-cache-dtype":  # which would be called `full` all the same
+        with pytest.raises(UsageError, match=f"{dashed}={value}: runs are labelled"):
+            check(full)
+    else:
+        check(full)
+
+
+@pytest.mark.parametrize(
+    ("check", "name"),
+    [
+        (VLLM, "max-model"), (VLLM, "kv-cache-dt"), (VLLM, "kv_cache_d"), (VLLM, "pipeline"),
+        (VLLM, "hf-over.rope_theta"), (VLLM, "kv-offloading-s"),
+        (SGLANG, "context"), (SGLANG, "kv-cache-dt"), (SGLANG, "tp-s"), (SGLANG, "hicache-s"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("method", ["full", "agentkv"])
+def test_the_beginning_of_a_name_is_refused(
+    check: Any, name: str, method: str, tmp_path: Path
+) -> None:
+    """Servers take it for the whole, and what we refuse, or go by, would not be seen."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    chosen = make_method(method, None if method == "full" else 96)
+    options = EngineOptions(str(tmp_path), chosen, device="cpu", engine_args={name: "2"})
+    dashed = options.engine_args and next(iter(options.engine_args))
+    with pytest.raises(UsageError, match=f"--engine-arg {dashed}: write the whole name, such as "):
+        check(options)
 
 
 VLLM_ROWS = {
