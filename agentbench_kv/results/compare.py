@@ -19,7 +19,7 @@ from agentbench_kv.results.drift import Drift, find_drift
 from agentbench_kv.results.fidelity import KL, of_fidelity
 from agentbench_kv.results.gate import MARGIN, Design, Rule, Verdict
 from agentbench_kv.results.run_info import holder
-from agentbench_kv.results.runs import SCORE, Run, RunGroup
+from agentbench_kv.results.runs import SCORE, SIZES, Run, RunGroup
 from agentbench_kv.results.stats import holm
 from agentbench_kv.results.validity import RunState
 
@@ -204,6 +204,8 @@ def _doubted(row: Contrast, pairs: Sequence[Pair]) -> Contrast:
         cut += [r for r in runs if r.spec.get("limit") != len(r.scores)]
     if row.verdict is not Verdict.OK:
         return row
+    if row.metric in SIZES and (why := _cut_off(pairs)):
+        return row.model_copy(update={"verdict": Verdict.INCONCLUSIVE, "unfinished": why})
     if row.mean and row.only_base:
         why = f"{row.only_base} of BASE's sessions have no {row.metric} here; see their errors"
         return row.model_copy(update={"verdict": Verdict.INCONCLUSIVE, "unfinished": why})
@@ -211,6 +213,19 @@ def _doubted(row: Contrast, pairs: Sequence[Pair]) -> Contrast:
         return row
     why = f"{cut[0].run_id} is not finished, and what is missing may be what failed; run it again"
     return row.model_copy(update={"verdict": Verdict.INCONCLUSIVE, "unfinished": why})
+
+
+def _cut_off(pairs: Sequence[Pair]) -> str:
+    """Say that more sessions failed in CAND: one that was cut off, or never began, held less."""
+    lost = [
+        sum(
+            sum(run.summary.failures.values()) for pair in pairs for run in getattr(pair, side).runs
+        )
+        for side in ("base", "cand")
+    ]
+    if lost[1] <= lost[0]:
+        return ""
+    return f"{lost[1]} trials failed in CAND, {lost[0]} in BASE, and what is cut off holds less"
 
 
 def _asked(group: RunGroup) -> str:

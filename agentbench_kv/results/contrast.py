@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +20,7 @@ from agentbench_kv.results.runs import SIZES, RunGroup, asked_once
 from agentbench_kv.results.stats import Change, Scores, SpeedChange
 
 SPEED = "output_tok_s"
+_MOST_IN_A_ROW = 3  # repetitions of one side, or a third of all, before they count as interleaved
 Unit = Literal["points", "percent", "nats"]
 Kind = Literal["score", "mean", "size"]
 
@@ -244,9 +246,8 @@ def _per_token(group: RunGroup) -> int:
 
 def _of_speed(pair: Pair, rule: Rule) -> Contrast:
     def rates(side: RunGroup) -> list[float]:
-        """Return tokens per active second of each run; a copy of a run is no repetition."""
-        runs = {(run.run_id, run.info.created): run for run in side.runs}
-        return [rate for run in runs.values() if (rate := run.summary.tokens_per_s)]
+        """Return tokens per active second of each run."""
+        return [rate for run in side.measured if (rate := run.summary.tokens_per_s)]
 
     base, cand = rates(pair.base), rates(pair.cand)
     if not base or not cand:
@@ -285,10 +286,25 @@ def _repetitions(found: SpeedChange, rule: Rule) -> int | None:
 
 
 def _order_notes(pair: Pair) -> list[str]:
-    base, cand = ([run.info.created for run in side.runs] for side in (pair.base, pair.cand))
-    apart = max(base) < min(cand) or max(cand) < min(base)
-    told = "the repetitions were not interleaved: a machine that changed looks like a difference"
-    return [told] if apart and len(base) + len(cand) > 2 else []
+    """Say what may look like a difference and is none: a machine that changed meanwhile."""
+    both = [pair.base.measured, pair.cand.measured]
+    sides = {id(run): side for side, own in enumerate(both) for run in own}
+    runs = [*both[0], *both[1]]
+    order = [sides[id(run)] for run in sorted(runs, key=lambda run: run.info.created)]
+    streaks = [len(list(streak)) for _, streak in groupby(order)]
+    notes = []
+    if len(order) > 2 and (
+        len(streaks) == 2 or max(streaks) > max(_MOST_IN_A_ROW, len(order) // 3)
+    ):
+        notes.append(
+            "the repetitions were not interleaved: a machine that changed looks like a difference"
+        )
+    if resumed := [run.run_id for run in runs if run.info.resumes]:
+        notes.append(
+            f"{', '.join(resumed[:3])} {'was' if len(resumed) == 1 else 'were'} resumed, so the "
+            "speed is of several times"
+        )
+    return notes
 
 
 def _ids(pairs: Sequence[Pair]) -> str:

@@ -28,10 +28,12 @@ RELEASES = (
     *(f"packages.{name}" for name in ("torch", "transformers", "tokenizers", "numpy", "kvpress")),
 )  # fmt: skip
 # Refuses where speed is compared, warns where scores are.
-MACHINE = ("hardware", "kernels", "device", "concurrency", "max_live_tokens")
+MACHINE = (
+    "hardware", "kernels", "device", "concurrency", "max_live_tokens", "engine_details.environment",
+)  # fmt: skip
 WARNS = ("packages.scipy", "engine_details", "api_endpoint")
 # Where provenance does not have these, the spec says what was asked for.
-_ASKED = (*CONDITIONS, "engine_args", "max_live_tokens")
+_ASKED = (*CONDITIONS, "engine_args", "concurrency", "max_live_tokens")
 _ROOTS = {name.partition(".")[0] for name in (*REFUSES, *RELEASES, *MACHINE, *WARNS)}
 _FREE = frozenset({"seed", "limit", "trials", "concurrency"})
 _LONGEST = 16
@@ -58,7 +60,19 @@ def find_drift(base: Sequence[Run], cand: Sequence[Run], speed: bool = False) ->
     found = [] if seeds & others else [Drift("seed", _spell(seeds), _spell(others))]
     found += _differing(_facts(map(_known, base)), _facts(map(_known, cand)), speed)
     found += [*_mixed("BASE", base, speed), *_mixed("CAND", cand, speed)]
+    if speed:
+        found += _other_work([*base, *cand])
     return [*found, *_resumed([*base, *cand], speed), *_prompts(base, cand)]
+
+
+def speed_conditions(run: Run) -> tuple[object, ...]:
+    """Return what two runs must share for their speeds to compare: all that refuses, the work."""
+    facts = _facts([_known(run)])
+    known = {name: sorted(values) for name, values in facts.items() if not _within(name, ("task",))}
+    releases = {name: [_release(v) for v in known[name]] for name in RELEASES if name in known}
+    names = (*REFUSES, *MACHINE, *CONDITIONS, *RELEASES)
+    shared = {name: values for name, values in (known | releases).items() if _within(name, names)}
+    return repr(sorted(shared.items())), frozenset(_work(run))
 
 
 def _known(run: Run) -> dict[str, Any]:
@@ -87,11 +101,15 @@ def _differing(base: Facts, cand: Facts, speed: bool, where: str = "") -> list[D
 
 def _weigh(name: str, base: set[str], cand: set[str], speed: bool) -> Weight:
     if name in RELEASES and base and cand:
-        was, now = ({re.sub(r"^(\d+\.\d+).*", r"\1", each) for each in s} for s in (base, cand))
+        was, now = (set(map(_release, values)) for values in (base, cand))
         return "warns" if was == now else "refuses"
     if _within(name, MACHINE):
         return "refuses" if speed else "warns"
     return "refuses" if _within(name, (*REFUSES, *RELEASES, *CONDITIONS)) else "warns"
+
+
+def _release(version: str) -> str:
+    return re.sub(r"^(\d+\.\d+).*", r"\1", version)
 
 
 def _within(name: str, names: Iterable[str]) -> bool:
@@ -126,6 +144,21 @@ def _apart(documents: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
         if len(values) > 1:
             found[name] = sorted(values)
     return found
+
+
+def _other_work(runs: Sequence[Run]) -> list[Drift]:
+    """Name the first run that played other trials than another: sessions share an engine."""
+    first, wanted = runs[0], _work(runs[0])
+    for run in runs[1:]:
+        if (played := _work(run)) != wanted:
+            shared = len(played & wanted)
+            told = f"{len(played)} in {run.run_id}, {shared} of them the same"
+            return [Drift("trials", f"{len(wanted)} in {first.run_id}", told)]
+    return []
+
+
+def _work(run: Run) -> set[tuple[str, int]]:
+    return {(sample, trial) for sample, trials in run.scores.items() for trial, _ in trials}
 
 
 def _resumed(runs: Iterable[Run], speed: bool) -> list[Drift]:

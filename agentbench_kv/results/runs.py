@@ -296,6 +296,11 @@ class RunGroup:
     def name(self) -> str:
         return self.label if self.budget is None else f"{self.label} at {self.budget}"
 
+    @property
+    def measured(self) -> list[Run]:
+        """Its runs as repetitions of a speed: a copy of a run is none."""
+        return list({(run.run_id, run.info.created): run for run in self.runs}.values())
+
     @cached_property
     def triggered(self) -> set[str]:
         return set().union(*(run.triggered for run in self.runs))

@@ -184,7 +184,7 @@ class LoadMeasurement(BaseModel, frozen=True, extra="forbid"):
     @property
     def origin(self) -> str:
         """Where it was measured, in words and a digest: the machine, versions, code."""
-        known = dict(self.provenance)
+        known = {**self.provenance, "environment": self.server.get("environment")}
         machine = known.get("hardware") or {}
         commit = known.get("git_commit")
         if code := known.get("code_sha"):
@@ -193,6 +193,7 @@ class LoadMeasurement(BaseModel, frozen=True, extra="forbid"):
         words = (
             machine.get("gpu") or machine.get("cpu") or "a machine unknown",
             f"kvbench {known.get('kvbench') or 'unknown'}{state}",
+            *([str(settings)] if (settings := known["environment"]) else []),
         )
         digest = hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode()).hexdigest()
         return f"{', '.join(words)} ({digest[:6]})"

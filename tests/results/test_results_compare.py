@@ -224,6 +224,34 @@ def test_room_for_fewer_sessions_refuses_a_verdict_on_speed(write_run):
     assert compare(older, cand, metric="output_tok_s").drift == []
 
 
+@pytest.mark.parametrize("metric", [None, "output_tok_s"])
+def test_threads_that_a_server_was_given_refuse_a_verdict_on_speed(write_run, metric):
+    binds = {"environment": "VLLM_CPU_OMP_THREADS_BIND=0"}, {"environment": "OMP_NUM_THREADS=2"}
+    sides = [
+        load(write_run("a", [1] * 5, folder=f"{i}", provenance={"engine_details": bind}))
+        for i, bind in enumerate(binds)
+    ]
+    if metric is None:
+        assert compare(*sides).drift[0].weight == "warns"
+        return
+    with pytest.raises(UsageError, match=r"engine_details.environment VLLM_CPU_OMP_THR"):
+        compare(*sides, metric=metric)
+
+
+@pytest.mark.parametrize(
+    ("number", "first", "told"), [(64, 0, "64 in b, 5 of them"), (5, 3, "5 in b, 2 of them")]
+)
+def test_speeds_of_other_work_are_refused(write_run, number, first, told):
+    """One session alone is slower than 16 side by side, whatever the method."""
+    base = load(write_run("a", [1] * 5))
+    cand = load(write_run("b", [1] * number, folder="o", first=first))
+    with pytest.raises(UsageError, match=f"trials 5 in a -> {told} the same"):
+        compare(base, cand, metric="output_tok_s")
+    mixed = load(write_run("c", [1] * 5, folder="o"))
+    with pytest.raises(UsageError, match="trials 5 in a -> "):
+        compare([*base, *cand], mixed, metric="output_tok_s")
+
+
 def test_the_context_that_an_engine_found_is_compared(write_run):
     """The default of the option, which both had, hid it."""
     sides = [
@@ -369,6 +397,41 @@ def test_speed_needs_nine_repetitions_a_side(write_run):
     assert (
         compare(runs("c", 10, 9), runs("c", 10, 9), metric="output_tok_s", margin=5).verdict == "ok"
     )
+
+
+def test_repetitions_that_do_not_alternate_are_told_of(write_run):
+    """One early run of CAND said that they did; so did a run that was resumed much later."""
+
+    def said(order):
+        sides = {"b": [], "c": []}
+        for at, side in enumerate(order):
+            path = write_run(f"{side}{at}", [1], folder=order + side)
+            info = read_info(path)
+            write_info(path, info.model_copy(update={"created": 100.0 + at}))
+            sides[side] += load(path)
+        return compare(*sides.values(), metric="output_tok_s").notes
+
+    told = "the repetitions were not interleaved"
+    for order in ("bbbccc", "cccbbb", "cbbbbbbbcccccc"):
+        assert any(note.startswith(told) for note in said(order)), order
+    for order in ("bcbcbc", "bccbbccb", "bc", "bbbcccbbbccc"):
+        assert not any(note.startswith(told) for note in said(order)), order
+    path = write_run("resumed", [1], folder="r")
+    document = json.loads((path / "run.json").read_text())
+    document["resumes"] = [{"at": 1.0}]
+    (path / "run.json").write_text(json.dumps(document))
+    found = compare(load(path), load(write_run("x", [1], folder="x")), metric="output_tok_s")
+    assert "resumed was resumed, so the speed is of several times" in found.notes
+
+
+def test_memory_is_not_saved_by_sessions_that_were_cut_off(write_run):
+    base = load(write_run("a", [1] * 40))
+    cut = load(write_run("b", [1] * 20 + [None] * 20, folder="o", peak=500))
+    (row,) = compare(base, cut, metric="peak_live").rows
+    assert row.verdict == "inconclusive"
+    assert row.unfinished.startswith("20 trials failed in CAND, 0 in BASE")
+    (row,) = compare(cut, cut, metric="peak_live").rows
+    assert (row.verdict, row.unfinished) == ("ok", None)
 
 
 def test_the_noise_floor_is_two_fulls_that_share_samples(write_run):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import shutil
 from itertools import pairwise
 from statistics import fmean, median
 
@@ -293,6 +294,32 @@ def test_nine_runs_served_alike_have_an_interval_and_a_ratio(tmp_path, write):
     assert ratio.value == pytest.approx(median(speeds["rkv"]) / median(speeds["full"]))
     assert 1.8 < ratio.low < ratio.value < ratio.high < 2.2
     assert rows["rkv", 8].cells[5].low is rows["rkv", 8].cells[6].value is None
+
+
+def test_copies_and_runs_served_otherwise_are_no_repetitions_of_a_speed(tmp_path, write):
+    """Nine copies of one lucky pair had an interval of no width, and a ratio."""
+    for name, budget in (("full", None), ("rkv", 2048)):
+        for i in range(9):
+            # Three plain ones, and two each whose speed is another's.
+            samples = 6 if i < 5 else 3
+            write(tmp_path, f"{name}{i}", 0.5, method=name, budget=budget, seed=0, samples=samples)
+            path = tmp_path / f"{name}{i}" / "run.json"
+            document = json.loads(path.read_text())
+            document["provenance"]["kernels"] = "torch" if i in (3, 4) else "native"
+            path.write_text(json.dumps(document))
+        for i in range(9):
+            shutil.copytree(tmp_path / f"{name}0", tmp_path / f"{name}-copy{i}")
+    (table,) = report_tables(load_runs([tmp_path])[0], [Kind.THROUGHPUT])
+    titles = [column.title for column in table.columns]
+    assert not any(title.startswith("x ") for title in titles)
+    numbers = {}
+    for row in table.rows:
+        numbers.setdefault(row.cells[0].value, []).append(row.cells[titles.index("runs")].value)
+        assert row.cells[titles.index("output tok/s")].low is None
+    assert {name: sorted(found) for name, found in numbers.items()} == {
+        "full": [2, 3, 4],
+        "rkv": [2, 3, 4],
+    }
 
 
 def test_curves_have_a_row_for_each_method(built):

@@ -288,6 +288,19 @@ def measured_at(here: dict[str, Any], there: dict[str, Any]) -> list[LoadMeasure
     ]
 
 
+def test_servers_with_other_threads_are_not_paired() -> None:
+    """`full` on one thread, and the method on two, were repetitions of one another."""
+    bind = {"environment": "VLLM_CPU_OMP_THREADS_BIND=0"}
+    runs = [
+        each.model_copy(update={"server": bind if each.arm == "full" else {}})
+        for each in measured()
+    ]
+    found = summary(runs)
+    assert "full" not in cell(found, "agentkv 4096", "c8").ratios
+    (note,) = (n for n in summary_tables(found)[0].notes if n.startswith("measured with 2"))
+    assert "kvbench unknown, VLLM_CPU_OMP_THREADS_BIND=0 (" in note
+
+
 def test_commits_of_the_same_code_are_paired() -> None:
     """A change of the docs made two places of one."""
     code = {"code_sha": "0123abcd" * 2}

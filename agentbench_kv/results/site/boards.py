@@ -10,6 +10,7 @@ from functools import cached_property
 from markupsafe import Markup
 
 from agentbench_kv.results import stats
+from agentbench_kv.results.drift import speed_conditions
 from agentbench_kv.results.fidelity import KL, SHARES, divergence
 from agentbench_kv.results.gate import describe, repeats
 from agentbench_kv.results.ranking import Board, Entry, Rank, boards, rank
@@ -300,12 +301,11 @@ def _floor(board: Board, null: Mapping[str, Sequence[Run]]) -> Interval | None:
 
 
 def _speeds(group: RunGroup) -> list[float]:
-    """Return the speeds of the most runs that share hardware and concurrency."""
-    places: dict[str, list[float]] = {}
-    for run in group.runs:
+    """Return the speeds of the most runs whose speeds compare."""
+    places: dict[object, list[float]] = {}
+    for run in group.measured:
         if run.summary.tokens_per_s:
-            place = (run.info.provenance.get("hardware"), run.spec.get("concurrency"))
-            places.setdefault(repr(place), []).append(run.summary.tokens_per_s)
+            places.setdefault(speed_conditions(run), []).append(run.summary.tokens_per_s)
     return max(places.values(), key=len, default=[])
 
 

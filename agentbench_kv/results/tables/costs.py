@@ -7,6 +7,7 @@ from functools import partial
 from statistics import median as middle
 
 from agentbench_kv.budget import Budget
+from agentbench_kv.results.drift import speed_conditions
 from agentbench_kv.results.records import TrialStatus
 from agentbench_kv.results.runs import Run, RunGroup, Setting, by_setting, variants
 from agentbench_kv.results.stats import REPETITIONS, median, speed_change
@@ -148,16 +149,16 @@ def _throughput(setting: Setting, runs: Sequence[Run]) -> Table:
     alike: dict[tuple[object, ...], list[Run]] = {}
     for run, label in zip(runs, variants(runs), strict=True):
         # A run that is not valid stands alone, below the line.
-        key = (label, run.budget, repr(_served(run)), run.reason and str(run.path))
+        key = (label, run.budget, speed_conditions(run), run.reason and str(run.path))
         alike.setdefault(key, []).append(run)
     repeats = [RunGroup(str(label), tuple(same)) for (label, *_), same in alike.items()]
-    enough = [each for each in repeats if len(each.runs) >= REPETITIONS]
+    enough = [each for each in repeats if len(each.measured) >= REPETITIONS]
     bases = [name for name in BASES if any(each.first.method == name for each in enough)]
     figures: dict[Column, Callable[[RunGroup], Cell]] = {
         Column("method"): lambda each: Cell(each.label),
         Column("budget"): lambda each: Cell(budget_text(each.first)),
         Column("allowed", Unit.NUMBER): lambda each: Cell(_allowed(each.first)),
-        Column("runs", Unit.NUMBER): lambda each: Cell(len(each.runs)),
+        Column("runs", Unit.NUMBER): lambda each: Cell(len(each.measured)),
         Column("in flight", Unit.RATE): _middle(lambda run: run.in_flight),
         Column("output tok/s", Unit.RATE): _speed,
         **{Column(f"x {name}", Unit.RATIO): partial(_ratio, name, enough) for name in bases},
@@ -171,14 +172,14 @@ def _throughput(setting: Setting, runs: Sequence[Run]) -> Table:
 
 def _middle(of: Value) -> Callable[[RunGroup], Cell]:
     def cell(repeats: RunGroup) -> Cell:
-        known = [value for run in repeats.runs if (value := of(run)) is not None]
+        known = [value for run in repeats.measured if (value := of(run)) is not None]
         return Cell(middle(known)) if known else Cell()
 
     return cell
 
 
 def _speeds(repeats: RunGroup) -> list[float]:
-    return [run.summary.tokens_per_s or 0.0 for run in repeats.runs]
+    return [run.summary.tokens_per_s or 0.0 for run in repeats.measured]
 
 
 def _speed(repeats: RunGroup) -> Cell:
@@ -188,18 +189,13 @@ def _speed(repeats: RunGroup) -> Cell:
 
 def _ratio(method: str, enough: Sequence[RunGroup], repeats: RunGroup) -> Cell:
     """Compare with the runs of `method` that were served alike, if both sides have enough."""
-    served = _served(repeats.first)
-    bases = (e for e in enough if e.first.method == method and _served(e.first) == served)
+    served = speed_conditions(repeats.first)
+    bases = (e for e in enough if e.first.method == method and speed_conditions(e.first) == served)
     base = next(bases, None)
     if base is None or base is repeats or repeats not in enough:
         return Cell()
     found = speed_change(_speeds(base), _speeds(repeats))
     return Cell(1 + found.point, 1 + found.low, 1 + found.high)
-
-
-def _served(run: Run) -> tuple[object, ...]:
-    provenance = run.info.provenance
-    return (_allowed(run), provenance.get("hardware"), provenance.get("device"))
 
 
 def _allowed(run: Run) -> float | None:
