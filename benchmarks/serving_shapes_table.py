@@ -89,7 +89,8 @@ def _table(place: Path) -> Table | None:
         return None
     found = {name: _summary(engine) for name, engine in engines.items()}
     rows = [row for name, engine in engines.items() for row in _rows(name, engine, found[name])]
-    notes = [*_notes(about, engines), *unpaired(cell for cells in found.values() for cell in cells)]
+    apart = (f"{name}: {note}" for name, cells in found.items() for note in unpaired(cells))
+    notes = [*_notes(about, engines), *apart]
     reasons = [f"{e} {a}: {said[-1]} ({len(said)} x)" for (e, a), said in failed.items()]
     return Table(
         Kind.THROUGHPUT,

@@ -8,7 +8,7 @@ program, and is given them.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 _SETTINGS = {
     # GNU OpenMP: threads that wait for one another spin for milliseconds by default, which takes
@@ -48,3 +48,9 @@ def without(environment: Mapping[str, str]) -> dict[str, str]:
         This process's variables, or some of them.
     """
     return {name: value for name, value in environment.items() if name not in _applied}
+
+
+def said(names: Iterable[str], environment: Mapping[str, str]) -> str:
+    """Return what the user has said of some variables, as `NAME=value NAME=value`."""
+    theirs = without(environment)
+    return " ".join(f"{name}={theirs[name]}" for name in names if name in theirs)

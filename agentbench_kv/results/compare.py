@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from itertools import chain, combinations
@@ -217,15 +218,17 @@ def _doubted(row: Contrast, pairs: Sequence[Pair]) -> Contrast:
 
 def _cut_off(pairs: Sequence[Pair]) -> str:
     """Say that more sessions failed in CAND: one that was cut off, or never began, held less."""
-    lost = [
-        sum(
-            sum(run.summary.failures.values()) for pair in pairs for run in getattr(pair, side).runs
-        )
-        for side in ("base", "cand")
-    ]
-    if lost[1] <= lost[0]:
+    lost, played = Counter[str](), Counter[str]()
+    for pair in pairs:
+        shared = pair.base.trials.keys() & pair.cand.trials.keys()
+        for side in ("base", "cand"):
+            for run in getattr(pair, side).measured:
+                lost[side] += sum(run.failed[sample] for sample in shared)
+                played[side] += sum(len(run.scores.get(sample, ())) for sample in shared)
+    if lost["cand"] * played["base"] <= lost["base"] * played["cand"]:
         return ""
-    return f"{lost[1]} trials failed in CAND, {lost[0]} in BASE, and what is cut off holds less"
+    of = (f"{lost[side]} of {played[side]} trials failed in {side.upper()}" for side in played)
+    return f"{', '.join(of)}, and what is cut off holds less"
 
 
 def _asked(group: RunGroup) -> str:

@@ -20,7 +20,8 @@ Facts = dict[str, set[str]]  # name to the values that runs have
 # Provenance that must be the same; `task` is data, checker and benchmark version.
 REFUSES = (
     "model_sha", "task", "chat_template_sha", "tool_parser", "phase_family",
-    "engine", "engine_details.version", "engine_args", "api_model", "context_limit",
+    "engine", "engine_details.version", "engine_details.attention", "engine_args", "api_model",
+    "context_limit",
 )  # fmt: skip
 # Versions: another major or minor part refuses, another patch warns.
 RELEASES = (
@@ -66,13 +67,13 @@ def find_drift(base: Sequence[Run], cand: Sequence[Run], speed: bool = False) ->
 
 
 def speed_conditions(run: Run) -> tuple[object, ...]:
-    """Return what two runs must share for their speeds to compare: all that refuses, the work."""
+    """Return what two runs must share for their speeds to compare: all that refuses."""
     facts = _facts([_known(run)])
     known = {name: sorted(values) for name, values in facts.items() if not _within(name, ("task",))}
     releases = {name: [_release(v) for v in known[name]] for name in RELEASES if name in known}
     names = (*REFUSES, *MACHINE, *CONDITIONS, *RELEASES)
     shared = {name: values for name, values in (known | releases).items() if _within(name, names)}
-    return repr(sorted(shared.items())), frozenset(_work(run))
+    return repr(sorted(shared.items())), len(_work(run))
 
 
 def _known(run: Run) -> dict[str, Any]:
@@ -137,23 +138,26 @@ def _apart(documents: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
     facts = [_facts([document]) for document in documents]
     found = {}
     for name in sorted(set().union(*facts)):
-        # What an older version did not record is no difference; an argument not given is one.
-        root = name.partition(".")[0]
-        told = [each for each, known in zip(facts, documents, strict=True) if root in known]
-        values = set().union(*(each.get(name, {_NOT_GIVEN}) for each in told))
+        # What an older version did not record is no difference; what was not asked for is one.
+        missing = {_NOT_GIVEN} if _within(name, ("engine_args", "engine_details")) else set()
+        values = set().union(*(each.get(name, missing) for each in facts))
         if len(values) > 1:
             found[name] = sorted(values)
     return found
 
 
 def _other_work(runs: Sequence[Run]) -> list[Drift]:
-    """Name the first run that played other trials than another: sessions share an engine."""
-    first, wanted = runs[0], _work(runs[0])
-    for run in runs[1:]:
-        if (played := _work(run)) != wanted:
-            shared = len(played & wanted)
+    """Name the first run whose trials are others than those of its seed, or another number."""
+    # How many sessions there are decides how many share the engine, and so its speed.
+    by_seed: dict[object, Run] = {}
+    for run in runs:
+        like = by_seed.setdefault(run.spec.get("seed"), run)
+        played, wanted = _work(run), _work(like)
+        if played != wanted or len(played) != len(_work(runs[0])):
+            like = like if played != wanted else runs[0]
+            shared = len(played & _work(like))
             told = f"{len(played)} in {run.run_id}, {shared} of them the same"
-            return [Drift("trials", f"{len(wanted)} in {first.run_id}", told)]
+            return [Drift("trials", f"{len(_work(like))} in {like.run_id}", told)]
     return []
 
 

@@ -100,6 +100,7 @@ class Run:
         self.counts: dict[str, dict[str, tuple[float, float]]] = {}
         # Mean without bounds to total and count of each sample, summed over its trials.
         self.means: dict[str, dict[str, tuple[float, float]]] = {}
+        self.failed: Counter[str] = Counter()  # failed trials of each sample
         self.uncounted: Counter[str] = Counter()  # failed trials that do not say what was asked
         self.triggered = triggered_samples(records)
         self.busy_s = sum(record.timing.e2e_s or 0.0 for record in records)  # of all trials
@@ -113,6 +114,7 @@ class Run:
             for name, sizes in self.sizes.items():
                 sizes.setdefault(sample, []).append(getattr(record.kv, name))
         found = record.sub_scores
+        self.failed[sample] += record.score is None
         if record.score is None and not found:
             self.uncounted[sample] += 1
         for known, pairs in ((self.counts, found), (self.means, record.means)):

@@ -10,11 +10,18 @@ CHANGED = "+changes"
 _WAIT_S = 30
 
 
-def code_sha(package: Path) -> str:
-    """Return 16 hex digits of the names and bytes of a package's files.
+def code_sha(package: Path) -> str | None:
+    """Return 16 hex digits of a package's file names and bytes; None if one cannot be read.
 
     Compiled and hidden files are not among them, so that a wheel's are those of its checkout.
     """
+    try:
+        return _code_sha(package)
+    except OSError:  # an editor's file that came and went
+        return None
+
+
+def _code_sha(package: Path) -> str:
     found = hashlib.sha256()
     for path in sorted(package.rglob("*")):
         name = path.relative_to(package)

@@ -306,8 +306,14 @@ def test_a_plug_in_reads_no_quantised_rows(engine: Any) -> None:
         own = EngineOptions("m", full, engine_args={"kv-cache-dtype": wrong})
         with pytest.raises(UsageError, match=f"dtype={wrong}: runs are labelled, .* use these"):
             refuse_quantised(own)
+    for wrong in ("bfloat16", "auto"):
+        own = EngineOptions("m", agentkv, engine_args={"dtype": wrong})
+        with pytest.raises(UsageError, match=f"arg dtype={wrong}: runs are labelled, .* these"):
+            refuse_quantised(own)
     for same in ("auto", "float32"):
         refuse_quantised(EngineOptions("m", full, engine_args={"kv-cache-dtype": same}))
+    halves = {"dtype": "bfloat16", "kv-cache-dtype": "bf16"}
+    refuse_quantised(EngineOptions("m", full, dtype="bfloat16", engine_args=halves))
     with pytest.raises(UsageError, match=r"it knows: .*fp8_e4m3"):
         engine.check_kv_dtype(EngineOptions("m", full, kv_dtype="kivi2"))
 

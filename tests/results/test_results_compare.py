@@ -252,6 +252,31 @@ def test_speeds_of_other_work_are_refused(write_run, number, first, told):
         compare([*base, *cand], mixed, metric="output_tok_s")
 
 
+def test_speeds_of_several_seeds_are_of_their_own_samples(write_run):
+    """Micro tasks draw other samples with each seed; nine seeds are nine repetitions."""
+
+    def side(name, number=5):
+        return [
+            load(write_run(f"{name}{i}", [1] * number, folder=name, seed=i, first=10 * i))[0]
+            for i in range(3)
+        ]
+
+    assert compare(side("a"), side("b"), metric="output_tok_s").drift == []
+    with pytest.raises(UsageError, match="trials 5 in a0 -> 6 in c0, 5 of them the same"):
+        compare(side("a"), side("c", 6), metric="output_tok_s")
+
+
+def test_attention_that_computes_otherwise_refuses(write_run):
+    """llama.cpp's rows in float16 got flash attention, by the same command."""
+    base = load(write_run("a", [1] * 5, provenance={"engine_details": {"setup": "x"}}))
+    flash = {"engine_details": {"setup": "x", "attention": "flash"}}
+    cand = load(write_run("b", [1] * 5, folder="o", provenance=flash))
+    with pytest.raises(UsageError, match=r"engine_details.attention not recorded -> flash"):
+        compare(base, cand)
+    with pytest.raises(UsageError, match=r"engine_details.attention within BASE flash -> not rec"):
+        compare([*base, *cand], [*base, *cand])
+
+
 def test_the_context_that_an_engine_found_is_compared(write_run):
     """The default of the option, which both had, hid it."""
     sides = [
@@ -429,7 +454,13 @@ def test_memory_is_not_saved_by_sessions_that_were_cut_off(write_run):
     cut = load(write_run("b", [1] * 20 + [None] * 20, folder="o", peak=500))
     (row,) = compare(base, cut, metric="peak_live").rows
     assert row.verdict == "inconclusive"
-    assert row.unfinished.startswith("20 trials failed in CAND, 0 in BASE")
+    told = "0 of 40 trials failed in BASE, 20 of 40 trials failed in CAND, and what is cut off"
+    assert row.unfinished.startswith(told)
+    copies = [load(write_run(f"a{i}", [None] * 3 + [1] * 37, folder="c"))[0] for i in range(9)]
+    (row,) = compare(copies, cut, metric="peak_live").rows
+    assert row.unfinished.startswith("27 of 360 trials failed in BASE, 20 of 40 trials")
+    (row,) = compare(copies[:1], copies, metric="peak_live").rows
+    assert row.unfinished is None
     (row,) = compare(cut, cut, metric="peak_live").rows
     assert (row.verdict, row.unfinished) == ("ok", None)
 

@@ -91,7 +91,7 @@ def test_code_is_told_apart_with_or_without_a_checkout(package: Path, tracked: b
 
 def test_what_a_file_says_is_not_taken_for_a_name(tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
-    for folder, files in ((one, {"a": b"b", "c": b"d"}), (two, {"a": b"d", "c": b"b"})):
+    for folder, files in ((one, {"a": b"bc"}), (two, {"ab": b"c"})):
         folder.mkdir()
         for name, held in files.items():
             (folder / name).write_bytes(held)

@@ -335,7 +335,7 @@ def test_cells_of_other_code_are_not_paired(tmp_path: Path) -> None:
     ratio = [column.title for column in found.columns].index("x base")
     (agentkv,) = (row for row in found.rows if row.cells[1].value == "agentkv")
     assert (agentkv.cells[ratio].low, agentkv.cells[ratio].value) == (None, 2.0)  # of one pair
-    (note,) = (note for note in found.notes if note.startswith("measured with 2 machines or ver"))
+    (note,) = (note for note in found.notes if note.startswith("embedded: measured with 2 mac"))
     assert "code 0123abcd (" in note
     assert "code fedc4567 (" in note
 

@@ -64,8 +64,8 @@ class LlamaCppWire(EngineWire):
 
     def details(self) -> dict[str, str]:
         setup = "llama-cpp-python 0.3.36, unified cache"
-        setup += ", flash attention" * _flash(self.options)
-        return {"setup": setup, "cells": str(self.cells)}
+        attention = {"attention": "flash"} if _flash(self.options) else {}
+        return {"setup": setup, "cells": str(self.cells)} | attention | self._threads()
 
     def launch(self) -> Launch:
         options, cells = self.options, self.cells

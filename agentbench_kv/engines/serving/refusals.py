@@ -43,7 +43,7 @@ def refuse_shortened(options: EngineOptions, *names: str) -> None:
     `names` are those that only this engine has.
     """
     parallel = (name for kind in _PARALLEL for name in _names(kind))
-    whole = {_KV_DTYPE, *_OVERRIDES, *parallel, *names}
+    whole = {"dtype", _KV_DTYPE, *_OVERRIDES, *parallel, *names}
     for given in options.engine_args:
         begun = given.partition(".")[0]
         meant = sorted(name for name in whole if name.startswith(begun))
@@ -52,18 +52,18 @@ def refuse_shortened(options: EngineOptions, *names: str) -> None:
 
 
 def refuse_quantised(options: EngineOptions) -> None:
-    """Refuse rows that the plug-in cannot score or move, and other ways of asking for them."""
-    given = options.engine_args.get(_KV_DTYPE)
-    if not options.kv_dtype:
-        if given not in (None, "auto", options.dtype):
-            raise UsageError(
-                f"--engine-arg {_KV_DTYPE}={given}: runs are labelled, and their bytes counted, by "
-                "--dtype and --kv-dtype; use these"
-            )
-        return
-    if given is not None:
+    """Refuse rows that the plug-in cannot score or move, and other ways to ask for a precision."""
+    given = options.engine_args
+    if options.kv_dtype and _KV_DTYPE in given:
         raise UsageError(f"--engine-arg {_KV_DTYPE}: --kv-dtype {options.kv_dtype} says the same")
-    if options.method.name != "full":
+    alike = {"auto", options.dtype, *(["bf16"] if options.dtype == "bfloat16" else [])}
+    for name, values in (("dtype", {options.dtype}), (_KV_DTYPE, alike)):
+        if name in given and given[name] not in values:
+            raise UsageError(
+                f"--engine-arg {name}={given[name]}: runs are labelled, and their bytes counted, "
+                "by --dtype and --kv-dtype; use these"
+            )
+    if options.kv_dtype and options.method.name != "full":
         raise UsageError(
             f"--kv-dtype {options.kv_dtype}: the plug-in of {options.method.label} reads cached "
             "rows, and cannot at lower precision; use --method full, or --engine embedded, which "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
 from abc import ABC, abstractmethod
@@ -22,7 +23,7 @@ from agentbench_kv.engines.core.policy import VARIABLE, BackendPolicy
 from agentbench_kv.engines.serving.model_facts import ModelFacts
 from agentbench_kv.engines.serving.process import ControlClient, Launch, link_packages, listens
 from agentbench_kv.engines.serving.transport import LIMITS, RequestError
-from agentbench_kv.environments import version_there
+from agentbench_kv.environments import process_env, version_there
 from agentbench_kv.errors import UsageError
 from agentbench_kv.methods.base import Method
 from agentbench_kv.phases.machine import PromptPhases
@@ -56,6 +57,8 @@ class EngineWire(ABC):
     """How a server is started and spoken to over HTTP, locked with a key of its own."""
 
     full_as_shipped: ClassVar[bool] = True  # whether `full` runs without a plug-in
+    # What decides on a CPU how many threads compute, and how they wait for one another.
+    threads: ClassVar[tuple[str, ...]] = ("OMP_NUM_THREADS", "GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 
     options: EngineOptions
     facts: ModelFacts
@@ -168,10 +171,15 @@ class EngineWire(ABC):
 
     def details(self) -> dict[str, str]:
         """Return what a run's record says of the backend: version, set-up, flags."""
-        set_up = {"setup": "as shipped" if self.stock else "plug-in"}
+        set_up = {"setup": "as shipped" if self.stock else "plug-in"} | self._threads()
         facts = self.facts
         windowed = facts.layers - facts.full_layers
         return set_up | LayerReach(facts.full_layers, windowed, facts.window).document()
+
+    def _threads(self) -> dict[str, str]:
+        """Return what the user has said of threads, which changes every figure of speed."""
+        said = "" if self.gpu else process_env.said(self.threads, os.environ)
+        return {"environment": said} if said else {}
 
     def stock_tokens(self) -> int | None:
         """Return the cached tokens whose places a server as shipped says are taken; None if not."""

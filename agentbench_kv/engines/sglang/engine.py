@@ -45,6 +45,7 @@ from agentbench_kv.methods.base import Method
 # Positions SGLang keeps back at the end of a context; it is told of that many more.
 MARGIN = 8
 _CONTEXT = "context-length"
+_TOKENS = "max-total-tokens"
 _MEMORY = (
     "lower --concurrency or --engine-arg max-total-tokens, or change --engine-arg "
     "mem-fraction-static"
@@ -96,7 +97,7 @@ def flags(
     if tokens is None and room is not None:
         tokens = room.tokens
     if tokens is not None:
-        arguments["max-total-tokens"] = str(tokens)
+        arguments[_TOKENS] = str(tokens)
     if not gpu:
         arguments |= _cpu(options)
     elif ":" in options.device:
@@ -146,7 +147,7 @@ class SglangEngineWire(EngineWire):
         return None if self.gpu else room_on_cpu(self.facts, self.options, context)
 
     def details(self) -> dict[str, str]:
-        chosen = self.options.max_live_tokens or "max-total-tokens" in self.options.engine_args
+        chosen = self.options.max_live_tokens or _TOKENS in self.options.engine_args
         cache = {} if chosen or self._room is None else {"cache": self._room.said()}
         return super().details() | cache | {"version": self._version()}
 
@@ -359,7 +360,7 @@ class SglangEngine(ServingEngine):
     def check_options(cls, options: EngineOptions) -> None:
         named = options.device.startswith("cuda")
         gpu = named or (options.device == "auto" and pick_device("auto").type == "cuda")
-        refuse_shortened(options, _CONTEXT, *_OFFLOAD)
+        refuse_shortened(options, _CONTEXT, _TOKENS, *_OFFLOAD)
         check_context(options, _CONTEXT, MARGIN)
         refuse_arguments("sglang", options, ("dp", "pp", "tp"))
         cls.check_kv_dtype(options)

@@ -7,7 +7,7 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
@@ -38,7 +38,7 @@ from agentbench_kv.engines.serving.wire import (
     asked_context,
     stop_document,
 )
-from agentbench_kv.environments import process_env, python_of
+from agentbench_kv.environments import python_of
 from agentbench_kv.errors import PrerequisiteError, UsageError
 from agentbench_kv.methods.base import Method
 
@@ -47,6 +47,7 @@ _SERVED = "kvbench"
 _URL = "http://vllm"  # a name only: the socket decides
 _CPU_BLOCK = 32
 _CONTEXT = "max-model-len"
+_BYTES = "kv-cache-memory-bytes"
 
 
 def _compiled_by_torch() -> str:
@@ -55,21 +56,12 @@ def _compiled_by_torch() -> str:
     return os.environ.get("TORCHINDUCTOR_CACHE_DIR") or str(usual)
 
 
-# What decides on a CPU how many threads compute, and how they wait for one another.
-_THREADS = (
-    *("VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_NUM_OF_RESERVED_CPU", "OMP_NUM_THREADS"),
-    *("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"),
-)
-
-
-def thread_settings(environment: Mapping[str, str]) -> str:
-    """Return what the user has said of the server's threads: it changes every figure of speed."""
-    theirs = process_env.without(environment)
-    return " ".join(f"{name}={theirs[name]}" for name in _THREADS if name in theirs)
-
-
 class VllmEngineWire(EngineWire):
     """One vLLM server on a Unix socket; as shipped, with prefix caching and async scheduling."""
+
+    threads: ClassVar[tuple[str, ...]] = (
+        *("VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_NUM_OF_RESERVED_CPU", *EngineWire.threads),
+    )
 
     @property
     def _socket(self) -> Path:
@@ -108,7 +100,7 @@ class VllmEngineWire(EngineWire):
             environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # `details` says so
         command = [str(self.python), "-m", f"{_PLUGIN}.launch", "serve"]
         command += [str(self.model), "--uds", str(self._socket), *self._flags()]
-        size = "gpu-memory-utilization" if self.gpu else "kv-cache-memory-bytes"
+        size = "gpu-memory-utilization" if self.gpu else _BYTES
         memory = f"lower --engine-arg max-model-len or --concurrency, or change --engine-arg {size}"
         return Launch(command, self._ready, environment, memory=memory)
 
@@ -130,8 +122,6 @@ class VllmEngineWire(EngineWire):
         cache = {"cache": self._room.said()} if sized else {}
         runner = "vLLM's choice" if self.stock else "V1"
         flags = {"version": str(version), "flags": " ".join(self._flags())}
-        if not self.gpu and (said := thread_settings(os.environ)):
-            flags["environment"] = said
         return super().details() | cache | flags | {"model_runner": runner}
 
     def _body(self, request: GenerationRequest) -> dict[str, Any]:
@@ -223,12 +213,12 @@ class VllmEngineWire(EngineWire):
             arguments["max-model-len"] = str(self.context_limit)
         if self._sized_here:
             size = self._room.tokens * self._room.bytes_per_token
-            arguments["kv-cache-memory-bytes"] = str(size)
+            arguments[_BYTES] = str(size)
         return arguments
 
     @property
     def _sized_here(self) -> bool:
-        return not self.gpu and "kv-cache-memory-bytes" not in self.options.engine_args
+        return not self.gpu and _BYTES not in self.options.engine_args
 
     @cached_property
     def _room(self) -> CpuRoom:
@@ -348,7 +338,7 @@ class VllmEngine(ServingEngine):
     @classmethod
     def check_options(cls, options: EngineOptions) -> None:
         gpu = on_gpu(options.device)
-        refuse_shortened(options, _CONTEXT, *_OFFLOAD)
+        refuse_shortened(options, _CONTEXT, _BYTES, *_OFFLOAD)
         check_context(options, _CONTEXT)
         refuse_arguments("vllm", options, ("dp", "pp"))
         cls.check_kv_dtype(options)

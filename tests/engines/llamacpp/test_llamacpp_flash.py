@@ -61,7 +61,7 @@ def played(
     """Return the best token in every answered one's place, and the session's account."""
     engine = LlamaCppEngine.create(options(method, **chosen))
     try:
-        assert ("flash" in engine.info.details["setup"]) is flash
+        assert engine.info.details.get("attention") == ("flash" if flash else None)
         engine.open("s", TokenPhases())
         best: list[int] = []
         for turn in recording.turns:

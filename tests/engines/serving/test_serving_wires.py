@@ -15,17 +15,13 @@ import pytest
 from agentbench_kv.engines.base import EngineOptions
 from agentbench_kv.engines.core.ledger import WindowBytes
 from agentbench_kv.engines.core.policy import VARIABLE, method_from
+from agentbench_kv.engines.llamacpp.engine import LlamaCppWire
 from agentbench_kv.engines.serving.engine import ServingEngine
 from agentbench_kv.engines.serving.model_facts import ModelFacts, read_model
 from agentbench_kv.engines.serving.refusals import refuse_method
 from agentbench_kv.engines.serving.wire import EngineWire
 from agentbench_kv.engines.sglang.engine import SglangEngine, SglangEngineWire
-from agentbench_kv.engines.vllm.engine import (
-    VllmEngine,
-    VllmEngineWire,
-    thread_settings,
-    tokens_taken,
-)
+from agentbench_kv.engines.vllm.engine import VllmEngine, VllmEngineWire, tokens_taken
 from agentbench_kv.environments import process_env
 from agentbench_kv.errors import PrerequisiteError, UsageError
 from agentbench_kv.registry import make_method
@@ -310,8 +306,9 @@ def test_arguments_that_eviction_would_be_wrong_with_are_refused_before_anything
     ("check", "name"),
     [
         (VLLM, "max-model"), (VLLM, "kv-cache-dt"), (VLLM, "kv_cache_d"), (VLLM, "pipeline"),
-        (VLLM, "hf-over.rope_theta"), (VLLM, "kv-offloading-s"),
-        (SGLANG, "context"), (SGLANG, "kv-cache-dt"), (SGLANG, "tp-s"), (SGLANG, "hicache-s"),
+        (VLLM, "hf-over.rope_theta"), (VLLM, "kv-offloading-s"), (VLLM, "kv-cache-mem"),
+        (SGLANG, "max-total"), (SGLANG, "context"), (SGLANG, "kv-cache-dt"), (SGLANG, "tp-s"),
+        (SGLANG, "hicache-s"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("method", ["full", "agentkv"])
@@ -457,13 +454,24 @@ def test_vllm_as_shipped_says_how_much_of_its_cache_is_taken() -> None:
     assert tokens_taken("") is None
 
 
-def test_a_record_says_what_was_said_of_vllms_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("wire", [VllmEngineWire, SglangEngineWire, LlamaCppWire])
+def test_a_record_says_what_was_said_of_a_servers_threads(
+    wire: type[EngineWire], monkeypatch: pytest.MonkeyPatch
+) -> None:
     # An earlier test of this process may have started the command line.
     monkeypatch.setattr(process_env, "_applied", set())
-    assert thread_settings({"HOME": "/"}) == ""
-    found = {"VLLM_CPU_NUM_OF_RESERVED_CPU": "0", "OMP_NUM_THREADS": "2", "GOMP_SPINCOUNT": "1000"}
-    said = "VLLM_CPU_NUM_OF_RESERVED_CPU=0 OMP_NUM_THREADS=2 GOMP_SPINCOUNT=1000"
-    assert thread_settings(found) == said
-    # The command line sets it for itself, and the server does not inherit it.
+    made = object.__new__(wire)
+    made.gpu = False
+    for name in ("VLLM_CPU_OMP_THREADS_BIND", *EngineWire.threads):
+        monkeypatch.delenv(name, raising=False)
+    assert made._threads() == {}
+    monkeypatch.setenv("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    monkeypatch.setenv("GOMP_SPINCOUNT", "1000")
+    said = "VLLM_CPU_NUM_OF_RESERVED_CPU=0 " * (wire is VllmEngineWire) + "OMP_NUM_THREADS=2"
+    assert made._threads() == {"environment": f"{said} GOMP_SPINCOUNT=1000"}
+    # The command line sets it for itself.
     monkeypatch.setattr(process_env, "_applied", {"GOMP_SPINCOUNT"})
-    assert thread_settings(found) == said.removesuffix(" GOMP_SPINCOUNT=1000")
+    assert made._threads() == {"environment": said}
+    made.gpu = True
+    assert made._threads() == {}
