@@ -26,7 +26,7 @@ from agentbench_kv.serving_bench.measurements import (
 )
 from agentbench_kv.serving_bench.roofline import read_decoder
 from agentbench_kv.serving_bench.summary import BASES, SPEED, ArmFigures, summarize_serving
-from agentbench_kv.serving_bench.tables import SIMULATED, unpaired
+from agentbench_kv.serving_bench.tables import SIMULATED, pairing_notes
 
 CELL = "cell.json"
 TRACE = "trace.jsonl"
@@ -89,7 +89,7 @@ def _table(place: Path) -> Table | None:
         return None
     found = {name: _summary(engine) for name, engine in engines.items()}
     rows = [row for name, engine in engines.items() for row in _rows(name, engine, found[name])]
-    apart = (f"{name}: {note}" for name, cells in found.items() for note in unpaired(cells))
+    apart = (f"{name}: {note}" for name, cells in found.items() for note in pairing_notes(cells))
     notes = [*_notes(about, engines), *apart]
     reasons = [f"{e} {a}: {said[-1]} ({len(said)} x)" for (e, a), said in failed.items()]
     return Table(

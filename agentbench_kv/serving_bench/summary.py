@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
 from itertools import product
 from statistics import median as middle
 from typing import Any
@@ -51,6 +53,7 @@ class ArmFigures(BaseModel, frozen=True):
     model_runner: str = ""  # vLLM's, where the engine says it
     quality: Quality | None = None  # the arm's, at whatever load it was measured
     origins: list[str] = []  # machines and versions that it was measured with
+    apart_h: float = 0.0  # most hours between the two measurements of a pair
 
     @property
     def answered(self) -> bool:
@@ -135,6 +138,7 @@ def _arm_figures(
         repetitions=len(runs),
         figures={name: median([run.figures[name] for run in runs]) for name in names},
         ratios=_ratios(arm.name, runs, bases),
+        apart_h=_apart_h(runs, bases),
         kv=kv,
         reasons=_reasons(arm, runs, plan),
         quality=quality,
@@ -170,8 +174,33 @@ def _ratios(
     return found
 
 
+def _apart_h(
+    runs: Sequence[LoadMeasurement], bases: Mapping[str, Sequence[LoadMeasurement]]
+) -> float:
+    """Return the most hours between two measurements that are paired, where both say when."""
+    times = {_place(run): when for run in runs if (when := _when(run)) is not None}
+    gaps = [
+        abs((times[_place(other)] - when).total_seconds())
+        for others in bases.values()
+        for other in others
+        if (when := _when(other)) is not None and _place(other) in times
+    ]
+    return max(gaps, default=0.0) / 3600
+
+
+def _when(run: LoadMeasurement) -> datetime | None:
+    with suppress(ValueError):
+        when = datetime.fromisoformat(run.date)
+        return when if when.tzinfo else when.replace(tzinfo=UTC)
+    return None
+
+
+def _place(run: LoadMeasurement) -> tuple[int, str]:
+    return run.repetition, run.origin
+
+
 def _speeds(runs: Sequence[LoadMeasurement]) -> dict[tuple[int, str], float]:
-    return {(run.repetition, run.origin): run.figures[SPEED] for run in runs if not run.failed}
+    return {_place(run): run.figures[SPEED] for run in runs if not run.failed}
 
 
 def _best(cells: Sequence[ArmFigures], groups: Groups, by: str) -> list[BestLoad]:

@@ -241,7 +241,7 @@ def _notes(plan: ServingPlan, cells: Sequence[ArmFigures]) -> list[str]:
             "the recorded answers in it"
         )
     notes += _few(cells)
-    notes += unpaired(cells)
+    notes += pairing_notes(cells)
     if plan.engine == "embedded" and any(arm.kv_dtype for arm in plan.arms):
         notes.append(SIMULATED)
     if plan.weights == "dummy":
@@ -251,15 +251,21 @@ def _notes(plan: ServingPlan, cells: Sequence[ArmFigures]) -> list[str]:
     return notes
 
 
-def unpaired(cells: Iterable[ArmFigures]) -> list[str]:
-    """Say that not all was measured in one place, if so."""
+def pairing_notes(cells: Sequence[ArmFigures]) -> list[str]:
+    """Say that not all was measured in one place, and that pairs lie hours apart, if so."""
+    notes = []
     origins = sorted({origin for cell in cells for origin in cell.origins})
-    if len(origins) < 2:
-        return []
-    return [
-        f"measured with {len(origins)} machines or versions, of which repetitions are "
-        f"not paired: {'; '.join(origins)}"
-    ]
+    if len(origins) > 1:
+        notes.append(
+            f"measured with {len(origins)} machines or versions, of which repetitions are "
+            f"not paired: {'; '.join(origins)}"
+        )
+    if (apart := max((cell.apart_h for cell in cells), default=0.0)) >= 1:
+        notes.append(
+            f"paired repetitions lie up to {apart:.1f} h apart: a machine that changed meanwhile "
+            "looks like a difference"
+        )
+    return notes
 
 
 def _few(known: Sequence[ArmFigures | BestLoad]) -> list[str]:

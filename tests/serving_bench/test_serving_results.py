@@ -301,6 +301,17 @@ def test_servers_with_other_threads_are_not_paired() -> None:
     assert "kvbench unknown, VLLM_CPU_OMP_THREADS_BIND=0 (" in note
 
 
+@pytest.mark.parametrize(("hour", "told"), [("00:50", ""), ("05:15", "up to 5.2 h apart")])
+def test_pairs_that_lie_hours_apart_are_told_of(hour: str, told: str) -> None:
+    """An arm may be measured in a quiet night, and its base beside other work."""
+    late = f"2026-11-21T{hour}:00+00:00"
+    runs = [
+        each.model_copy(update={"date": late} if each.arm == "full" else {}) for each in measured()
+    ]
+    notes = [n for n in summary_tables(summary(runs))[0].notes if n.startswith("paired repet")]
+    assert [told in note for note in notes] == [True] * bool(told)
+
+
 def test_commits_of_the_same_code_are_paired() -> None:
     """A change of the docs made two places of one."""
     code = {"code_sha": "0123abcd" * 2}
