@@ -39,6 +39,16 @@ def settings() -> dict[str, str]:
     }
 
 
+def others(environment: Mapping[str, str]) -> str:
+    """Return what is not as the command line sets it, as `NAME=value NAME=`; empty if not set."""
+    usual = dict.fromkeys(_SAME_MATTER.values()) | _SETTINGS
+    return " ".join(
+        f"{name}={environment.get(name, '')}"
+        for name in sorted(usual)
+        if environment.get(name) != usual[name]
+    )
+
+
 def without(environment: Mapping[str, str]) -> dict[str, str]:
     """Return an environment as the user made it.
 

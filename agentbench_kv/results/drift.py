@@ -36,6 +36,8 @@ WARNS = ("packages.scipy", "engine_details", "api_endpoint")
 # Where provenance does not have these, the spec says what was asked for.
 _ASKED = (*CONDITIONS, "engine_args", "concurrency", "max_live_tokens")
 _ROOTS = {name.partition(".")[0] for name in (*REFUSES, *RELEASES, *MACHINE, *WARNS)}
+# Recorded where asked for only: without it there is a difference to what was asked for.
+_OF_THE_USER = ("engine_args", "engine_details", "hardware.settings")
 _FREE = frozenset({"seed", "limit", "trials", "concurrency"})
 _LONGEST = 16
 _NOT_GIVEN = "not recorded"
@@ -139,7 +141,7 @@ def _apart(documents: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
     found = {}
     for name in sorted(set().union(*facts)):
         # What an older version did not record is no difference; what was not asked for is one.
-        missing = {_NOT_GIVEN} if _within(name, ("engine_args", "engine_details")) else set()
+        missing = {_NOT_GIVEN} if _within(name, _OF_THE_USER) else set()
         values = set().union(*(each.get(name, missing) for each in facts))
         if len(values) > 1:
             found[name] = sorted(values)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import agentbench_kv
+from agentbench_kv.environments import process_env
 from agentbench_kv.run.checkout import code_sha, commit_of
 
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "scipy", "kvpress")
@@ -29,9 +30,10 @@ def environment() -> dict[str, Any]:
 
 
 def hardware() -> dict[str, Any]:
-    """Return processor, cores and accelerator."""
+    """Return processor, cores and accelerator, and settings that are not the command line's."""
     import torch
 
+    others = process_env.others(os.environ)
     gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
     return {
         "machine": platform.machine(),
@@ -39,6 +41,7 @@ def hardware() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "torch_threads": torch.get_num_threads(),
         "gpu": gpu,
+        **({"settings": others} if others else {}),
     }
 
 

@@ -27,6 +27,7 @@ from agentbench_kv.run.recordings import Recording, record_file
 from agentbench_kv.serving_bench import jobs
 from agentbench_kv.serving_bench.loadgen import measure_apart
 from agentbench_kv.serving_bench.measurements import (
+    Key,
     LoadMeasurement,
     Quality,
     ServingArm,
@@ -108,8 +109,9 @@ def measure_serving(run: ServingRun, path: Path, told: Told) -> ServingSummary:
                 with ExitStack() as own:
                     server = kept.get(arm.name) or own.enter_context(_served(run, arm))
                     for workload, load in missing:
+                        begun = folder.begin((arm.name, workload.label, load.label, repetition))
                         measured = _measure(run, arm, server, workload, load, order)
-                        measured = measured.model_copy(update={"provenance": here})
+                        measured = measured.model_copy(update={"provenance": here, "begun": begun})
                         known[measured.key] = measured
                         folder.add(measured)
                         told(measured, False)
@@ -125,7 +127,7 @@ def _judge(
     run: ServingRun,
     server: RunningServer,
     folder: ServingFolder,
-    known: Mapping[tuple[str, str, str, int], LoadMeasurement],
+    known: Mapping[Key, LoadMeasurement],
     arm: str,
     repetition: int,
 ) -> None:
@@ -144,7 +146,7 @@ class MeasurementOrder(NamedTuple):
 
 def _freshness(folder: ServingFolder, repetition: int) -> tuple[object, ...]:
     """Return what makes a repetition's prompts new, for servers that may know those before."""
-    return (folder.salt, folder.attempt(repetition)) if folder.salt else ()
+    return (folder.salt, folder.begun(repetition)) if folder.salt else ()
 
 
 def rotated(arms: Sequence[ServingArm], repetition: int) -> list[ServingArm]:
@@ -155,7 +157,7 @@ def rotated(arms: Sequence[ServingArm], repetition: int) -> list[ServingArm]:
 
 @contextmanager
 def _all_served(
-    run: ServingRun, known: Mapping[tuple[str, str, str, int], LoadMeasurement]
+    run: ServingRun, known: Mapping[Key, LoadMeasurement]
 ) -> Iterator[dict[str, RunningServer]]:
     """Start the servers of all arms of which something is missing, serving engines at once."""
     plan = run.plan

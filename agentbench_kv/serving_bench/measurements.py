@@ -37,6 +37,7 @@ _RATES = {
 }
 _NEEDED = ("failed", "output_throughput")
 Parsed = TypeVar("Parsed")
+Key = tuple[str, str, str, int]  # a measurement's arm, shape, load and repetition
 
 
 class ServingArm(BaseModel, frozen=True):
@@ -165,6 +166,7 @@ class LoadMeasurement(BaseModel, frozen=True, extra="forbid"):
     repetition: int  # from 0
     place: int  # the arm's in the order of that repetition
     date: str
+    begun: int = 1  # how often it was, with those times that failed or were interrupted
     backend: str
     model_id: str
     num_prompts: int
@@ -200,11 +202,10 @@ class LoadMeasurement(BaseModel, frozen=True, extra="forbid"):
 
     @property
     def file_name(self) -> str:
-        name = slug(self.arm, self.shape, self.load)
-        return f"rep{self.repetition + 1:02d}-{name}.json"
+        return _file_of(self.key)
 
     @property
-    def key(self) -> tuple[str, str, str, int]:
+    def key(self) -> Key:
         """What there is only one measurement of."""
         return (self.arm, self.shape, self.load, self.repetition)
 
@@ -283,13 +284,22 @@ class ServingFolder:
 
         return cls(path, *_read(path / PLAN, parse))
 
-    def attempt(self, repetition: int) -> int:
-        """Count how often a repetition was begun: what is sent now was not sent before."""
+    def begin(self, key: Key) -> int:
+        """Note that a measurement is begun; return how often it was, with this time."""
+        counts, name = self._attempts(), _file_of(key)
+        counts[name] = counts.get(name, 0) + 1
+        write_atomic(self.path / _ATTEMPTS, json_bytes(counts, indent=2))
+        return counts[name]
+
+    def begun(self, repetition: int) -> int:
+        """Count how often measurements of a repetition were begun."""
+        counts, prefix = self._attempts(), _prefix(repetition)
+        return sum(count for name, count in counts.items() if name.startswith(prefix))
+
+    def _attempts(self) -> dict[str, int]:
+        """Return how often each measurement was begun, by its file's name."""
         path = self.path / _ATTEMPTS
-        counts: dict[str, int] = _read(path, lambda said: said) if path.is_file() else {}
-        number = counts.get(str(repetition), 0)
-        write_atomic(path, json_bytes({**counts, str(repetition): number + 1}))
-        return number
+        return _read(path, lambda said: said) if path.is_file() else {}
 
     def add(self, measurement: LoadMeasurement) -> Path:
         path = self.path / measurement.file_name
@@ -322,6 +332,15 @@ class ServingFolder:
 
     def write_summary(self, document: Mapping[str, Any]) -> None:
         write_atomic(self.path / SUMMARY, json_bytes(document, indent=2))
+
+
+def _file_of(key: Key) -> str:
+    *names, repetition = key
+    return f"{_prefix(repetition)}{slug(*names)}.json"
+
+
+def _prefix(repetition: int) -> str:
+    return f"rep{repetition + 1:02d}-"
 
 
 def served_model(plan: ServingPlan, measured: Iterable[LoadMeasurement]) -> str:

@@ -54,6 +54,7 @@ class ArmFigures(BaseModel, frozen=True):
     quality: Quality | None = None  # the arm's, at whatever load it was measured
     origins: list[str] = []  # machines and versions that it was measured with
     apart_h: float = 0.0  # most hours between the two measurements of a pair
+    again: int = 0  # repetitions that were begun more than once
 
     @property
     def answered(self) -> bool:
@@ -139,6 +140,7 @@ def _arm_figures(
         figures={name: median([run.figures[name] for run in runs]) for name in names},
         ratios=_ratios(arm.name, runs, bases),
         apart_h=_apart_h(runs, bases),
+        again=sum(run.begun > 1 for run in runs),
         kv=kv,
         reasons=_reasons(arm, runs, plan),
         quality=quality,

@@ -265,6 +265,11 @@ def pairing_notes(cells: Sequence[ArmFigures]) -> list[str]:
             f"paired repetitions lie up to {apart:.1f} h apart: a machine that changed meanwhile "
             "looks like a difference"
         )
+    if again := [f"{c.arm} {c.load} ({c.again} of {c.repetitions})" for c in cells if c.again]:
+        notes.append(
+            f"begun more than once, as they had failed or were interrupted: {', '.join(again)}; "
+            "what an unfinished measurement would have shown is not known"
+        )
     return notes
 
 

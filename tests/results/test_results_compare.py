@@ -290,12 +290,14 @@ def test_the_context_that_an_engine_found_is_compared(write_run):
 
 FAST, SLOW = ({"provenance": {"hardware": {"gpu": gpu}}} for gpu in "AB")
 FLASH, PLAIN = ({"spec": {"engine_args": own}} for own in ({"flash-attention": "on"}, {}))
+SPINS = {"provenance": {"hardware": {"gpu": "A", "settings": "GOMP_SPINCOUNT="}}}
 
 
 @pytest.mark.parametrize(
     ("one", "other", "named"),
     [
         (FAST, SLOW, "hardware.gpu within BASE A -> B"),
+        (FAST, SPINS, "hardware.settings within BASE GOMP_SPINCOUNT= -> not recorded"),
         (FLASH, PLAIN, "engine_args.flash-attention within BASE not recorded -> on"),
         ({"provenance": {"concurrency": 1}}, {"provenance": {"concurrency": 16}},
          "concurrency within BASE 1 -> 16"),

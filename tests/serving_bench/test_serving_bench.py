@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from agentbench_kv.budget import Budget
 from agentbench_kv.cli import kvbench
 from agentbench_kv.engines.embedded.model import model_path
-from agentbench_kv.errors import PrerequisiteError, UsageError
+from agentbench_kv.errors import KVBenchError, PrerequisiteError, UsageError
 from agentbench_kv.serving_bench import bench
 from agentbench_kv.serving_bench.arms import engine_arms, url_arms
 from agentbench_kv.serving_bench.bench import ServingRun, measure_serving, rotated
@@ -30,6 +30,7 @@ from agentbench_kv.serving_bench.jobs import (
 from agentbench_kv.serving_bench.loadgen import JobResult
 from agentbench_kv.serving_bench.measurements import ServingArm, ServingFolder, ServingPlan
 from agentbench_kv.serving_bench.servers import RunningServer, serve_arm
+from agentbench_kv.serving_bench.tables import serving_tables
 
 NAMES = ("full", "full-constrained", "agentkv")
 SHAPES = (SessionShape(100, 10), SessionShape(200, 10))
@@ -203,8 +204,50 @@ def test_what_has_failed_requests_is_measured_again(
         assert all(measured.failed for measured, _ in measure(run, tmp_path))
     told = measure(run, tmp_path)
     assert [(measured.failed, before) for measured, before in told] == [(0, False)] * 12
+    assert len(begun_again(tmp_path)) == 12
     assert [before for _, before in measure(run, tmp_path)] == [True] * 12
     assert len(fake.jobs) == 12
+
+
+def begun_again(path: Path) -> list[str]:
+    """Return what was begun more than once, and check that the tables say so."""
+    found = [each for each in ServingFolder.read(path).measurements() if each.begun > 1]
+    notes = [note for table in serving_tables([path]) for note in table.notes]
+    said = " ".join(note for note in notes if note.startswith("begun more than once"))
+    assert bool(said) == bool(found)
+    assert all(f"{each.arm} {each.load} (1 of 1)" in said for each in found)
+    return [each.file_name for each in found]
+
+
+@pytest.mark.parametrize("end", [KeyboardInterrupt(), KVBenchError("the server is gone")])
+def test_an_ended_measurement_leaves_a_trace(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, end: BaseException
+) -> None:
+    """Or whoever ends the slow ones has an arm that looks fast."""
+    run = make_run(repeats=1)
+
+    def sixth_ends(*job: Any) -> JobResult:
+        if len(fake.jobs) == 5:
+            raise end
+        return fake.measure(*job)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(bench, "measure_apart", sixth_ends)
+        with pytest.raises(type(end)):
+            measure(run, tmp_path)
+    measure(run, tmp_path)
+    assert len(fake.jobs) == 12
+    assert begun_again(tmp_path) == ["rep01-full-constrained-100-10-1-s.json"]
+
+
+def test_a_removed_measurement_leaves_a_trace(fake: Fake, tmp_path: Path) -> None:
+    run = make_run(repeats=1)
+    measure(run, tmp_path)
+    assert begun_again(tmp_path) == []
+    (tmp_path / "rep01-full-100-10-c2.json").unlink()
+    measure(run, tmp_path)
+    assert len(fake.jobs) == 13
+    assert begun_again(tmp_path) == ["rep01-full-100-10-c2.json"]
 
 
 def test_what_servers_by_url_may_know_is_never_sent_again(fake: Fake, tmp_path: Path) -> None:

@@ -7,6 +7,8 @@
 
 #ifndef KVB_DEVICE
 
+#include "attend_few.h"
+#include "attend_rows.h"
 #include "tiles.h"
 
 namespace kvb {
@@ -52,7 +54,7 @@ inline void weigh_channels(const typename Kind::Key* weights, int64_t stride,
 
 // The rows of a (session, KV head) from `first` on, up to V * LANES in each of `strips`.
 template <class Kind, int V>
-class AttendBlock {
+class AttendBlock : AttendRows {
   typedef typename Kind::Key Key;
   typedef typename Kind::Query Query;
   static constexpr int64_t STRIP = V * LANES;
@@ -67,12 +69,7 @@ class AttendBlock {
 
  public:
   AttendBlock(const kvb_attend& job, Place p, int64_t first, int64_t rows)
-      : job_(job),
-        place_(p),
-        length_(job.lengths[p.session]),
-        keys_(rows_of(job.keys, {}, p)),
-        values_(rows_of(job.values, {}, p)),
-        before_(job.before ? job.before[p.session] : kvb_before{}),
+      : AttendRows(job, p),
         depth_(job.head_dim / Kind::CHANNELS),
         width_(ceil_div(job.head_dim, LANES)),
         direct_(job.head_dim % LANES == 0 &&
@@ -107,7 +104,7 @@ class AttendBlock {
     for (int64_t first = begin - begin % SEEN; first < end; first += SEEN) {
       const int64_t count = smaller(SEEN, end - first);
       for (int64_t k = 0; k < count; ++k) {
-        pointers_[k] = key_row(row_at(before_.keys, keys_, first + k), k);
+        pointers_[k] = key_row(key_at(first + k), k);
       }
       lay_values(first, count);
       for (int64_t s = 0; s < strips_; ++s) {
@@ -118,18 +115,6 @@ class AttendBlock {
   }
 
  private:
-  const char* row_at(const char* shared, const Rows& own, int64_t index) const {
-    if (index >= before_.rows) return own.at(index - before_.rows);
-    return shared + place_.head * before_.head + index * job_.head_dim * size_of(job_.dtype);
-  }
-
-  int64_t query_of_row(int64_t row) const { return row / job_.group; }
-  int64_t head_of_row(int64_t row) const { return place_.head * job_.group + row % job_.group; }
-  int64_t end_of_row(int64_t row) const { return length_ - job_.n + query_of_row(row) + 1; }
-  int64_t begin_of_row(int64_t row) const {
-    return job_.window ? larger(0, end_of_row(row) - job_.window) : 0;
-  }
-
   void begin_strip(Strip& strip, int64_t first, int64_t rows) {
     const int64_t last = first + rows - 1;
     strip.first = first;
@@ -153,12 +138,8 @@ class AttendBlock {
   // A strip's queries, channel by channel, one lane a row.
   void pack(const Strip& strip, Query* to) {
     std::fill_n(to, depth_ * V, Query{});
-    const char* base = static_cast<const char*>(job_.queries);
     for (int64_t i = 0; i < strip.rows; ++i) {
-      const int64_t row = strip.first + i;
-      const char* query = base + place_.session * job_.query_session +
-                          head_of_row(row) * job_.query_head + query_of_row(row) * job_.query_row;
-      pack_lane(reinterpret_cast<Key*>(to) + i, query);
+      pack_lane(reinterpret_cast<Key*>(to) + i, query_at(strip.first + i));
     }
   }
 
@@ -181,7 +162,7 @@ class AttendBlock {
 
   // A tile's values: CHANNELS rows together, filled up with zeros to whole steps.
   void lay_values(int64_t first, int64_t count) {
-    auto row = [&](int64_t k) { return row_at(before_.values, values_, first + k); };
+    auto row = [&](int64_t k) { return value_at(first + k); };
     Query* to = tile_.get();
     int64_t k = 0;
     if (direct_) {
@@ -305,25 +286,15 @@ class AttendBlock {
   }
 
   void write(const Strip& strip, const Floats* sums) {
-    char* base = static_cast<char*>(job_.output);
-    const int64_t size = job_.head_dim * size_of(job_.dtype);
     for (int64_t i = 0; i < strip.rows; ++i) {
-      const int64_t row = strip.first + i;
       float total = strip.total[i / LANES][i % LANES];
       if (strip.broken[i / LANES][i % LANES]) total = std::numeric_limits<float>::quiet_NaN();
       Floats* scaled = reinterpret_cast<Floats*>(row_.get());
       for (int64_t c = 0; c < width_; ++c) scaled[c] = sums[i * width_ + c] / total;
-      const int64_t number = place_.session * job_.n + query_of_row(row);
-      char* to = base + (number * job_.shape.heads * job_.group + head_of_row(row)) * size;
-      from_floats(row_.get(), job_.dtype, job_.head_dim, to);
+      from_floats(row_.get(), job_.dtype, job_.head_dim, output_at(strip.first + i));
     }
   }
 
-  const kvb_attend& job_;
-  Place place_;
-  int64_t length_;
-  Rows keys_, values_;
-  kvb_before before_;
   int64_t depth_, width_;
   bool direct_;  // rows of values are whole vectors of `Kind`
   int64_t strips_;
@@ -371,6 +342,11 @@ extern "C" int kvb_attention(const kvb_attend* job, int32_t threads, void*) {
   }
 #endif
 #ifdef __AVX512BF16__
+  const bool few = job->group * job->n <= kvb::FEW && job->head_dim % (2 * kvb::LANES) == 0;
+  if (job->dtype == KVB_BF16 && few) {
+    kvb::attend_few<kvb::FEW>(*job, threads);
+    return 0;
+  }
   if (job->dtype == KVB_BF16 && job->head_dim % 2 == 0) {
     kvb::attend_by_width<kvb::Pairs>(*job, threads);
     return 0;

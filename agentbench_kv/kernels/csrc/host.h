@@ -285,6 +285,38 @@ struct Pairs {
 };
 #endif
 
+#ifdef __AVX512F__
+// Lane i of vector j becomes lane j of vector i.
+__attribute__((always_inline)) inline void turn(Ints (&words)[16]) {
+  __m512i a[16], b[16];
+#pragma GCC unroll 8
+  for (int i = 0; i < 16; i += 2) {
+    b[i] = _mm512_unpacklo_epi32((__m512i)words[i], (__m512i)words[i + 1]);
+    b[i + 1] = _mm512_unpackhi_epi32((__m512i)words[i], (__m512i)words[i + 1]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 16; i += 4) {
+#pragma GCC unroll 2
+    for (int j = 0; j < 2; ++j) {
+      a[i + 2 * j] = _mm512_unpacklo_epi64(b[i + j], b[i + 2 + j]);
+      a[i + 2 * j + 1] = _mm512_unpackhi_epi64(b[i + j], b[i + 2 + j]);
+    }
+  }
+  // Now a[4 * i + j] has, in each quarter q, the words that vectors 4i to 4i + 3 have in lane 4q + j.
+#pragma GCC unroll 4
+  for (int j = 0; j < 4; ++j) {
+    const __m512i front = _mm512_shuffle_i32x4(a[j], a[4 + j], 0x88);
+    const __m512i front_odd = _mm512_shuffle_i32x4(a[j], a[4 + j], 0xdd);
+    const __m512i back = _mm512_shuffle_i32x4(a[8 + j], a[12 + j], 0x88);
+    const __m512i back_odd = _mm512_shuffle_i32x4(a[8 + j], a[12 + j], 0xdd);
+    words[j] = (Ints)_mm512_shuffle_i32x4(front, back, 0x88);
+    words[4 + j] = (Ints)_mm512_shuffle_i32x4(front_odd, back_odd, 0x88);
+    words[8 + j] = (Ints)_mm512_shuffle_i32x4(front, back, 0xdd);
+    words[12 + j] = (Ints)_mm512_shuffle_i32x4(front_odd, back_odd, 0xdd);
+  }
+}
+#endif
+
 // out[k][v] = scale * (keys[k] . queries[v]), or its maximum with what is there. Queries are laid
 // out channel by channel, V vectors each.
 template <class Kind, int V, int N, bool MERGE>

@@ -108,29 +108,10 @@ inline void tile_sums(const uint32_t* weights, int64_t stride, const Ints* value
 
 // Turns 16 vectors, `step` from one to the next, so that lanes become rows of `stride` 32-bit words.
 inline void transpose(const Ints* from, int64_t step, uint32_t* to, int64_t stride) {
-  __m512i a[SIDE], b[SIDE];
-  for (int i = 0; i < SIDE; ++i) a[i] = (__m512i)from[i * step];
-  for (int i = 0; i < SIDE; i += 2) {
-    b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
-    b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
-  }
-  for (int i = 0; i < SIDE; i += 4) {
-    for (int j = 0; j < 2; ++j) {
-      a[i + 2 * j] = _mm512_unpacklo_epi64(b[i + j], b[i + 2 + j]);
-      a[i + 2 * j + 1] = _mm512_unpackhi_epi64(b[i + j], b[i + 2 + j]);
-    }
-  }
-  // Now a[4 * i + j] has, in each quarter q, the words that vectors 4i to 4i + 3 have in lane 4q + j.
-  for (int j = 0; j < 4; ++j) {
-    const __m512i front = _mm512_shuffle_i32x4(a[j], a[4 + j], 0x88);
-    const __m512i front_odd = _mm512_shuffle_i32x4(a[j], a[4 + j], 0xdd);
-    const __m512i back = _mm512_shuffle_i32x4(a[8 + j], a[12 + j], 0x88);
-    const __m512i back_odd = _mm512_shuffle_i32x4(a[8 + j], a[12 + j], 0xdd);
-    const __m512i rows[4] = {
-        _mm512_shuffle_i32x4(front, back, 0x88), _mm512_shuffle_i32x4(front_odd, back_odd, 0x88),
-        _mm512_shuffle_i32x4(front, back, 0xdd), _mm512_shuffle_i32x4(front_odd, back_odd, 0xdd)};
-    for (int q = 0; q < 4; ++q) _mm512_storeu_si512(to + (4 * q + j) * stride, rows[q]);
-  }
+  Ints words[SIDE];
+  for (int i = 0; i < SIDE; ++i) words[i] = from[i * step];
+  turn(words);
+  for (int i = 0; i < SIDE; ++i) _mm512_storeu_si512(to + i * stride, (__m512i)words[i]);
 }
 
 // Pairs of bf16 whose matrices are multiplied on tiles.

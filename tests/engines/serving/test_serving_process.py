@@ -29,6 +29,7 @@ from agentbench_kv.engines.serving.process import (
 from agentbench_kv.environments import process_env
 from agentbench_kv.errors import PrerequisiteError
 from agentbench_kv.registry import make_method
+from agentbench_kv.run.provenance import hardware
 
 
 def launch(code: str, ready: Path | None = None) -> Launch:
@@ -348,6 +349,19 @@ def test_a_wait_policy_is_stronger_than_a_spin_count(monkeypatch):
     monkeypatch.setenv("OMP_WAIT_POLICY", "active")
     process_env.apply()
     assert "GOMP_SPINCOUNT" not in os.environ
+
+
+@pytest.mark.usefixtures("nothing_set")
+def test_what_is_not_as_the_command_line_sets_it_is_said(monkeypatch):
+    """Threads that spin, or pages that are not huge, change a speed."""
+    assert process_env.others(os.environ) == "GOMP_SPINCOUNT= THP_MEM_ALLOC_ENABLE="
+    process_env.apply()
+    assert process_env.others(os.environ) == ""
+    assert "settings" not in hardware()
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    assert hardware()["settings"] == "OMP_WAIT_POLICY=active"
+    monkeypatch.delenv("GOMP_SPINCOUNT")
+    assert hardware()["settings"] == "GOMP_SPINCOUNT= OMP_WAIT_POLICY=active"
 
 
 @pytest.mark.usefixtures("nothing_set")
