@@ -89,7 +89,8 @@ model_option = option(
 )
 dtype_option = option(
     "--dtype",
-    "Of weights, activations and cached rows: float32, bfloat16 or float16.",
+    "Of weights, activations and cached rows: float32, bfloat16 or float16 (on llamacpp with flash "
+    "attention).",
     default="float32",
 )
 kv_dtype_option = option(
