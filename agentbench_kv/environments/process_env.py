@@ -39,14 +39,9 @@ def settings() -> dict[str, str]:
     }
 
 
-def others(environment: Mapping[str, str]) -> str:
-    """Return what is not as the command line sets it, as `NAME=value NAME=`; empty if not set."""
-    usual = dict.fromkeys(_SAME_MATTER.values()) | _SETTINGS
-    return " ".join(
-        f"{name}={environment.get(name, '')}"
-        for name in sorted(usual)
-        if environment.get(name) != usual[name]
-    )
+def in_force(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return what each variable says that is set here or stands for one of these."""
+    return {name: environment.get(name, "unset") for name in (*_SETTINGS, *_SAME_MATTER.values())}
 
 
 def without(environment: Mapping[str, str]) -> dict[str, str]:

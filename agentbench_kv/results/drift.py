@@ -36,8 +36,7 @@ WARNS = ("packages.scipy", "engine_details", "api_endpoint")
 # Where provenance does not have these, the spec says what was asked for.
 _ASKED = (*CONDITIONS, "engine_args", "concurrency", "max_live_tokens")
 _ROOTS = {name.partition(".")[0] for name in (*REFUSES, *RELEASES, *MACHINE, *WARNS)}
-# Recorded where asked for only: without it there is a difference to what was asked for.
-_OF_THE_USER = ("engine_args", "engine_details", "hardware.settings")
+_LATELY = ("hardware.settings",)  # older versions recorded none: unknown, and no difference
 _FREE = frozenset({"seed", "limit", "trials", "concurrency"})
 _LONGEST = 16
 _NOT_GIVEN = "not recorded"
@@ -98,7 +97,7 @@ def _differing(base: Facts, cand: Facts, speed: bool, where: str = "") -> list[D
         Drift(f"{name}{where}", _spell(was), _spell(now), _weigh(name, was, now, speed))
         for name in sorted(base.keys() | cand.keys())
         for was, now in [(base.get(name, set()), cand.get(name, set()))]
-        if was != now
+        if was != now and ((was and now) or not _within(name, _LATELY))
     ]
 
 
@@ -141,7 +140,7 @@ def _apart(documents: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
     found = {}
     for name in sorted(set().union(*facts)):
         # What an older version did not record is no difference; what was not asked for is one.
-        missing = {_NOT_GIVEN} if _within(name, _OF_THE_USER) else set()
+        missing = {_NOT_GIVEN} if _within(name, ("engine_args", "engine_details")) else set()
         values = set().union(*(each.get(name, missing) for each in facts))
         if len(values) > 1:
             found[name] = sorted(values)

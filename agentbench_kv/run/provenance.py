@@ -30,10 +30,9 @@ def environment() -> dict[str, Any]:
 
 
 def hardware() -> dict[str, Any]:
-    """Return processor, cores and accelerator, and settings that are not the command line's."""
+    """Return processor, cores and accelerator, and the settings of waiting threads and of pages."""
     import torch
 
-    others = process_env.others(os.environ)
     gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
     return {
         "machine": platform.machine(),
@@ -41,7 +40,7 @@ def hardware() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "torch_threads": torch.get_num_threads(),
         "gpu": gpu,
-        **({"settings": others} if others else {}),
+        "settings": process_env.in_force(os.environ),
     }
 
 

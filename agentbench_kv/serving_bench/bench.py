@@ -109,16 +109,15 @@ def measure_serving(run: ServingRun, path: Path, told: Told) -> ServingSummary:
                 with ExitStack() as own:
                     server = kept.get(arm.name) or own.enter_context(_served(run, arm))
                     for workload, load in missing:
-                        begun = folder.begin((arm.name, workload.label, load.label, repetition))
-                        measured = _measure(run, arm, server, workload, load, order)
-                        measured = measured.model_copy(update={"provenance": here, "begun": begun})
+                        measured = _measure(run, folder, arm, server, workload, load, order)
+                        measured = measured.model_copy(update={"provenance": here})
                         known[measured.key] = measured
                         folder.add(measured)
                         told(measured, False)
                     if asked:
                         judged.add(arm.name)
                         _judge(run, server, folder, known, arm.name, repetition)
-    summary = summarize_serving(plan, folder.measurements())
+    summary = summarize_serving(plan, folder.measurements(), folder.missing())
     folder.write_summary(summary.model_dump(mode="json"))
     return summary
 
@@ -208,6 +207,7 @@ def _shortened(
 
 def _measure(
     run: ServingRun,
+    folder: ServingFolder,
     arm: ServingArm,
     server: RunningServer,
     workload: jobs.Workload | LoadTrace,
@@ -232,6 +232,7 @@ def _measure(
     job = jobs.LoadJob(
         target, sessions, load, vocabulary, seed, run.timeout_s, plan.time_scale, plan.goodput
     )
+    begun = folder.begin((arm.name, workload.label, load.label, order.repetition))
     with PoolWatch(server.engine) as pool:
         result = measure_apart(job, pool.begin)
     details = [{name: getattr(turn, name) for name in _DETAILS} for turn in result.requests]
@@ -242,6 +243,7 @@ def _measure(
         repetition=order.repetition,
         place=order.place,
         date=datetime.now(UTC).isoformat(timespec="seconds"),
+        begun=begun,
         backend=f"{plan.engine}/{plan.wire}",
         model_id=target.model,
         num_prompts=sum(len(session.calls) for session in sessions),

@@ -10,7 +10,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError, model_validator
 
 from agentbench_kv.errors import UsageError
 from agentbench_kv.results.files import json_bytes, write_atomic, writing
@@ -36,6 +36,7 @@ _RATES = {
     "total_token_throughput": ("total_input_tokens", "total_output_tokens"),
 }
 _NEEDED = ("failed", "output_throughput")
+_COUNTS = TypeAdapter(dict[str, int])
 Parsed = TypeVar("Parsed")
 Key = tuple[str, str, str, int]  # a measurement's arm, shape, load and repetition
 
@@ -287,19 +288,30 @@ class ServingFolder:
     def begin(self, key: Key) -> int:
         """Note that a measurement is begun; return how often it was, with this time."""
         counts, name = self._attempts(), _file_of(key)
-        counts[name] = counts.get(name, 0) + 1
+        before = int((self.path / name).is_file())  # by a version that did not count
+        counts[name] = counts.get(name, before) + 1
         write_atomic(self.path / _ATTEMPTS, json_bytes(counts, indent=2))
         return counts[name]
 
     def begun(self, repetition: int) -> int:
         """Count how often measurements of a repetition were begun."""
-        counts, prefix = self._attempts(), _prefix(repetition)
-        return sum(count for name, count in counts.items() if name.startswith(prefix))
+        # By its number, as versions wrote it that counted repetitions.
+        prefixes = (str(repetition), _prefix(repetition))
+        return sum(
+            count
+            for name, count in self._attempts().items()
+            if name == prefixes[0] or name.startswith(prefixes[1])
+        )
+
+    def missing(self) -> list[str]:
+        """Name the files of measurements that were begun and are not there."""
+        names = (name for name in self._attempts() if name.startswith("rep"))
+        return sorted(name for name in names if not (self.path / name).is_file())
 
     def _attempts(self) -> dict[str, int]:
         """Return how often each measurement was begun, by its file's name."""
         path = self.path / _ATTEMPTS
-        return _read(path, lambda said: said) if path.is_file() else {}
+        return _read(path, _COUNTS.validate_python) if path.is_file() else {}
 
     def add(self, measurement: LoadMeasurement) -> Path:
         path = self.path / measurement.file_name

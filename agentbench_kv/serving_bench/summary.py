@@ -76,6 +76,7 @@ class BestLoad(BaseModel, frozen=True):
     speed: Median
     goodput: Median | None = None
     ratios: dict[str, Median]
+    again: int = 0  # repetitions that were begun more than once
 
 
 class ServingSummary(BaseModel, frozen=True):
@@ -84,9 +85,12 @@ class ServingSummary(BaseModel, frozen=True):
     plan: ServingPlan
     cells: list[ArmFigures]
     best: list[BestLoad]
+    missing: list[str] = []  # files of measurements that were begun and are not there
 
 
-def summarize_serving(plan: ServingPlan, measured: Sequence[LoadMeasurement]) -> ServingSummary:
+def summarize_serving(
+    plan: ServingPlan, measured: Sequence[LoadMeasurement], missing: Sequence[str] = ()
+) -> ServingSummary:
     """Sum up what there is of a plan; cells in its order of shapes, loads and arms."""
     plan = plan.model_copy(update={"model": served_model(plan, measured)})
     groups: dict[tuple[str, str, str], list[LoadMeasurement]] = defaultdict(list)
@@ -102,7 +106,7 @@ def summarize_serving(plan: ServingPlan, measured: Sequence[LoadMeasurement]) ->
                 made.append(_arm_figures(plan, arm, runs, bases, quality.get(arm.name)))
         cells += made
         best += _best(made, groups, GOODPUT if plan.goodput else SPEED)
-    return ServingSummary(plan=plan, cells=cells, best=best)
+    return ServingSummary(plan=plan, cells=cells, best=best, missing=list(missing))
 
 
 def _qualities(measured: Iterable[LoadMeasurement]) -> dict[str, Quality]:
@@ -224,6 +228,7 @@ def _best(cells: Sequence[ArmFigures], groups: Groups, by: str) -> list[BestLoad
             speed=cell.figures[SPEED],
             goodput=cell.figures.get(GOODPUT),
             ratios=_ratios(arm, runs[arm], bases),
+            again=cell.again,
         )
         for arm, cell in fastest.items()
     ]

@@ -55,6 +55,7 @@ _KV_COLUMNS = {
     "mean_decode_kv": Column("decode KV", Unit.TOKENS),
     "median_logical": Column("logical", Unit.TOKENS),
 }
+_SHOWN = 5  # names of a list
 _IN_BYTES = ("median_peak_bytes", "pool_bytes", "bytes_read")
 # Where some arm reads tokens twice.
 _AGAIN_COLUMNS = {
@@ -68,22 +69,26 @@ def serving_tables(folders: Sequence[Path]) -> list[Table]:
     tables = []
     for path in folders:
         folder = ServingFolder.read(path)
-        tables += summary_tables(summarize_serving(folder.plan, folder.measurements()))
+        found = summarize_serving(folder.plan, folder.measurements(), folder.missing())
+        tables += summary_tables(found)
     return tables
 
 
 def summary_tables(summary: ServingSummary) -> list[Table]:
     """Return two tables for every shape that was measured: all loads, each arm at its best."""
     tables = []
+    missing = _missing(summary.missing)
     for shape in summary.plan.shapes:
         if cells := [cell for cell in summary.cells if cell.shape == shape]:
-            tables.append(_loads_table(summary.plan, shape, cells))
+            tables.append(_loads_table(summary.plan, shape, cells, missing))
         if best := [each for each in summary.best if each.shape == shape]:
-            tables.append(_best_table(summary.plan, shape, best))
+            tables.append(_best_table(summary.plan, shape, best, missing))
     return tables
 
 
-def _loads_table(plan: ServingPlan, shape: str, cells: Sequence[ArmFigures]) -> Table:
+def _loads_table(
+    plan: ServingPlan, shape: str, cells: Sequence[ArmFigures], missing: Sequence[str]
+) -> Table:
     bases = _bases(cells)
     of_kv = _KV_COLUMNS if any(cell.kv for cell in cells) else {}
     of_kv = {n: c for n, c in of_kv.items() if n not in _IN_BYTES or _any_has(cells, n)}
@@ -109,7 +114,8 @@ def _loads_table(plan: ServingPlan, shape: str, cells: Sequence[ArmFigures]) -> 
             *(_kv_cell(cell, name) for name in of_kv),
         )
         rows.append(Row(row, "; ".join(cell.reasons) or None))
-    return _table(plan, shape, "under load", columns, rows, _notes(plan, cells))
+    notes = [*_notes(plan, cells), *missing]
+    return _table(plan, shape, "under load", columns, rows, notes)
 
 
 def _exact_cell(cell: ArmFigures) -> Cell:
@@ -142,7 +148,9 @@ def _known(columns: Mapping[str, Column], cells: Sequence[ArmFigures]) -> dict[s
     }
 
 
-def _best_table(plan: ServingPlan, shape: str, best: Sequence[BestLoad]) -> Table:
+def _best_table(
+    plan: ServingPlan, shape: str, best: Sequence[BestLoad], missing: Sequence[str]
+) -> Table:
     bases = _bases(best)
     rows = []
     for each in best:
@@ -167,6 +175,8 @@ def _best_table(plan: ServingPlan, shape: str, best: Sequence[BestLoad]) -> Tabl
         f"best load: highest median {by} of those without a failed request; ratios, of output "
         "tok/s, pair repetitions",
         *_few(best),
+        *_begun_again(best),
+        *missing,
         *[DUMMY] * (plan.weights == "dummy"),
     ]
     return _table(plan, shape, "each arm at its best load", columns, rows, notes)
@@ -265,12 +275,29 @@ def pairing_notes(cells: Sequence[ArmFigures]) -> list[str]:
             f"paired repetitions lie up to {apart:.1f} h apart: a machine that changed meanwhile "
             "looks like a difference"
         )
-    if again := [f"{c.arm} {c.load} ({c.again} of {c.repetitions})" for c in cells if c.again]:
-        notes.append(
-            f"begun more than once, as they had failed or were interrupted: {', '.join(again)}; "
-            "what an unfinished measurement would have shown is not known"
-        )
-    return notes
+    return [*notes, *_begun_again(cells)]
+
+
+def _begun_again(known: Sequence[ArmFigures | BestLoad]) -> list[str]:
+    """Name arms whose repetitions were begun more than once: ends of slow ones make an arm fast."""
+    again = [
+        f"{each.arm} {each.load} ({each.again} of {each.repetitions})"
+        for each in known
+        if each.again
+    ]
+    said = (
+        f"begun more than once (failed, interrupted or removed before): {', '.join(again)}; what "
+        "was discarded might have been slower"
+    )
+    return [said] * bool(again)
+
+
+def _missing(names: Sequence[str]) -> list[str]:
+    """Name measurements that were begun and are not there."""
+    if not names:
+        return []
+    shown = ", ".join(names[:_SHOWN]) + f" and {len(names) - _SHOWN} more" * (len(names) > _SHOWN)
+    return [f"begun, and not there (running, interrupted or removed): {shown}"]
 
 
 def _few(known: Sequence[ArmFigures | BestLoad]) -> list[str]:

@@ -129,6 +129,23 @@ def test_what_is_no_number_is_not_hidden(n, dtype, device):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [16, 17, 31, 129])
+def test_an_infinite_value_is_no_nan(rows, dtype, device):
+    """Its weight is above 0; rows that fill up a tile have weights of 0."""
+    queries, keys, values = draw((1, 1, 4, 1, rows, 32), dtype, device)
+    values[0, 0, -1, 5] = torch.inf
+    seen = SeenRows(torch.tensor([rows], device=device), rows, 1)
+    assert (attention(queries, keys, values, seen, 0.2)[..., 5] == torch.inf).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_queries_have_no_outputs(dtype, device):
+    queries, keys, values = draw((2, 2, 7, 1, 40, 64), dtype, device)
+    seen = SeenRows(torch.tensor([40, 40], device=device), 40, 0)
+    assert attention(queries[:, :, :0], keys, values, seen, 0.2).shape == (2, 0, 14, 64)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_behind_a_session_are_not_read(dtype, backend, device):
     if backend != "cpu":
         pytest.skip("PyTorch multiplies them by 0: they have to be numbers")
@@ -177,7 +194,13 @@ def test_dtypes_that_the_kernels_do_not_read_are_left_to_pytorch():
 @pytest.mark.parametrize("beside", [False, True])
 @pytest.mark.parametrize(
     "shape",
-    [(3, 2, 7, 1, 513, 64), (3, 2, 3, 40, 333, 66), (3, 1, 5, 33, 400, 7), (3, 1, 5, 33, 400, 64)],
+    [
+        (3, 2, 7, 1, 513, 64),
+        (3, 1, 2, 3, 150, 32),
+        (3, 2, 3, 40, 333, 66),
+        (3, 1, 5, 33, 400, 7),
+        (3, 1, 5, 33, 400, 64),
+    ],
 )
 def test_rows_that_lie_elsewhere_change_no_bit(shape, beside, dtype, device):
     """Each session has other rows before its own, one has none; the numbers are as if together."""

@@ -290,14 +290,16 @@ def test_the_context_that_an_engine_found_is_compared(write_run):
 
 FAST, SLOW = ({"provenance": {"hardware": {"gpu": gpu}}} for gpu in "AB")
 FLASH, PLAIN = ({"spec": {"engine_args": own}} for own in ({"flash-attention": "on"}, {}))
-SPINS = {"provenance": {"hardware": {"gpu": "A", "settings": "GOMP_SPINCOUNT="}}}
+STILL, SPINS = (
+    {"provenance": {"hardware": {"settings": {"GOMP_SPINCOUNT": n}}}} for n in ("1000", "unset")
+)
 
 
 @pytest.mark.parametrize(
     ("one", "other", "named"),
     [
         (FAST, SLOW, "hardware.gpu within BASE A -> B"),
-        (FAST, SPINS, "hardware.settings within BASE GOMP_SPINCOUNT= -> not recorded"),
+        (STILL, SPINS, "hardware.settings.GOMP_SPINCOUNT within BASE 1000 -> unset"),
         (FLASH, PLAIN, "engine_args.flash-attention within BASE not recorded -> on"),
         ({"provenance": {"concurrency": 1}}, {"provenance": {"concurrency": 16}},
          "concurrency within BASE 1 -> 16"),
@@ -317,6 +319,20 @@ def test_repetitions_of_a_side_are_alike(write_run, one, other, named):
         compare(base, cand, metric="output_tok_s")
     if "provenance" in one:
         assert compare(base, cand).drift == []  # no machine changes a score
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_what_older_versions_did_not_record_is_no_difference(write_run, mixed):
+    old, new = (
+        write_run(name, [1], wall_s=10.0, folder=name, provenance={"hardware": hardware})
+        for name, hardware in (
+            ("a", {"gpu": "A"}),
+            ("b", {"gpu": "A", "settings": {"OMP_WAIT_POLICY": "PASSIVE"}}),
+        )
+    )
+    if mixed:
+        write_run("c", [1], wall_s=10.0, folder="b", provenance={"hardware": {"gpu": "A"}})
+    assert compare(load(old), load(new.parent), metric="output_tok_s").drift == []
 
 
 def test_another_machine_refuses_a_verdict_on_speed_only(write_run):

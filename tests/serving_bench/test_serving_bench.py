@@ -240,14 +240,39 @@ def test_an_ended_measurement_leaves_a_trace(
     assert begun_again(tmp_path) == ["rep01-full-constrained-100-10-1-s.json"]
 
 
-def test_a_removed_measurement_leaves_a_trace(fake: Fake, tmp_path: Path) -> None:
+@pytest.mark.parametrize("counted", [True, False])
+def test_a_removed_or_failed_measurement_leaves_a_trace(
+    fake: Fake, tmp_path: Path, counted: bool
+) -> None:
     run = make_run(repeats=1)
     measure(run, tmp_path)
     assert begun_again(tmp_path) == []
-    (tmp_path / "rep01-full-100-10-c2.json").unlink()
+    path = tmp_path / "rep01-full-100-10-c2.json"
+    if counted:
+        path.unlink()
+        notes = [note for table in serving_tables([tmp_path]) for note in table.notes]
+        assert sum(path.name in note and "not there" in note for note in notes) == 4
+    else:  # as a version left it that did not count
+        (tmp_path / "attempts.json").unlink()
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"failed": 1}))
     measure(run, tmp_path)
     assert len(fake.jobs) == 13
-    assert begun_again(tmp_path) == ["rep01-full-100-10-c2.json"]
+    assert begun_again(tmp_path) == [path.name]
+
+
+def test_what_is_refused_was_not_begun(fake: Fake, tmp_path: Path) -> None:
+    fake._context = 20
+    with pytest.raises(UsageError, match="has room for 20"):
+        measure(make_run(repeats=1), tmp_path)
+    assert not (tmp_path / "attempts.json").exists()
+
+
+@pytest.mark.parametrize("text", ['{"rep01-a.json": "x"}', "[]"])
+def test_counts_that_are_none_are_one_line(fake: Fake, tmp_path: Path, text: str) -> None:
+    (tmp_path / "attempts.json").write_text(text)
+    with pytest.raises(UsageError, match=r"attempts\.json"):
+        measure(make_run(repeats=1), tmp_path)
+    assert fake.jobs == []
 
 
 def test_what_servers_by_url_may_know_is_never_sent_again(fake: Fake, tmp_path: Path) -> None:
@@ -262,6 +287,18 @@ def test_what_servers_by_url_may_know_is_never_sent_again(fake: Fake, tmp_path: 
         for path in (tmp_path / folder).glob("rep*.json"):
             path.unlink()
     assert len(set().union(*seeds)) == 12
+
+
+def test_an_older_count_of_repetitions_goes_on(fake: Fake, tmp_path: Path) -> None:
+    run = make_run(arms=[ServingArm(name="a", url="http://a")], engine="url", repeats=1)
+    measure(run, tmp_path)
+    sent = {job.seed for _, job in fake.jobs}
+    for path in tmp_path.glob("rep*.json"):
+        path.unlink()
+    (tmp_path / "attempts.json").write_text('{"0": 1}')
+    fake.jobs.clear()
+    measure(run, tmp_path)
+    assert not sent & {job.seed for _, job in fake.jobs}
 
 
 def test_a_folder_without_a_salt_goes_on_as_it_began(fake: Fake, tmp_path: Path) -> None:

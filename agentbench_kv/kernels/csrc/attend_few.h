@@ -64,13 +64,13 @@ class AttendFew : AttendRows {
   }
 
  private:
-  // Rows from `first` on: where they lie, or a copy if that is in two places or they are fewer.
+  // Rows from `first` on: where they lie, or, if that is in two places or they are fewer, a copy that
+  // zeros fill up.
   template <class At>
   Line line(const At& at, int64_t first, int64_t count, char* copy) const {
     if (count == LANES && in_one_place(first, count)) return {at(first), at(first + 1) - at(first)};
-    for (int64_t i = 0; i < LANES; ++i) {
-      memcpy(copy + i * bytes_, at(first + smaller(i, count - 1)), bytes_);
-    }
+    for (int64_t i = 0; i < count; ++i) memcpy(copy + i * bytes_, at(first + i), bytes_);
+    std::fill(copy + count * bytes_, copy + LANES * bytes_, 0);
     return {copy, bytes_};
   }
 

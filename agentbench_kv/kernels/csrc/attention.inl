@@ -342,7 +342,8 @@ extern "C" int kvb_attention(const kvb_attend* job, int32_t threads, void*) {
   }
 #endif
 #ifdef __AVX512BF16__
-  const bool few = job->group * job->n <= kvb::FEW && job->head_dim % (2 * kvb::LANES) == 0;
+  const int64_t rows = job->group * job->n;
+  const bool few = 0 < rows && rows <= kvb::FEW && job->head_dim % (2 * kvb::LANES) == 0;
   if (job->dtype == KVB_BF16 && few) {
     kvb::attend_few<kvb::FEW>(*job, threads);
     return 0;
