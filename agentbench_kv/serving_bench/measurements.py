@@ -167,7 +167,7 @@ class LoadMeasurement(BaseModel, frozen=True, extra="forbid"):
     repetition: int  # from 0
     place: int  # the arm's in the order of that repetition
     date: str
-    begun: int = 1  # how often it was, with those times that failed or were interrupted
+    begun: int = 1  # how often it was: earlier ones failed, or were interrupted or removed
     backend: str
     model_id: str
     num_prompts: int
@@ -295,13 +295,9 @@ class ServingFolder:
 
     def begun(self, repetition: int) -> int:
         """Count how often measurements of a repetition were begun."""
-        # By its number, as versions wrote it that counted repetitions.
-        prefixes = (str(repetition), _prefix(repetition))
-        return sum(
-            count
-            for name, count in self._attempts().items()
-            if name == prefixes[0] or name.startswith(prefixes[1])
-        )
+        counts, prefix = self._attempts(), _prefix(repetition)
+        own = [count for name, count in counts.items() if name.startswith(prefix)]
+        return sum(own, counts.get(str(repetition), 0))  # that, of a version that counted these
 
     def missing(self) -> list[str]:
         """Name the files of measurements that were begun and are not there."""

@@ -258,6 +258,9 @@ def test_a_removed_or_failed_measurement_leaves_a_trace(
     measure(run, tmp_path)
     assert len(fake.jobs) == 13
     assert begun_again(tmp_path) == [path.name]
+    tables = [table for table in serving_tables([tmp_path]) if SHAPES[0].label in table.title]
+    told = [any("full c2 (1 of 1)" in note for note in table.notes) for table in tables]
+    assert told == [True, True]  # under load, and at the best load
 
 
 def test_what_is_refused_was_not_begun(fake: Fake, tmp_path: Path) -> None:
