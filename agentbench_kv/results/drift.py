@@ -63,7 +63,7 @@ def find_drift(base: Sequence[Run], cand: Sequence[Run], speed: bool = False) ->
     found += _differing(_facts(map(_known, base)), _facts(map(_known, cand)), speed)
     found += [*_mixed("BASE", base, speed), *_mixed("CAND", cand, speed)]
     if speed:
-        found += _other_work([*base, *cand])
+        found += [*_other_work([*base, *cand]), *_other_files([*base, *cand])]
     return [*found, *_resumed([*base, *cand], speed), *_prompts(base, cand)]
 
 
@@ -74,7 +74,7 @@ def speed_conditions(run: Run) -> tuple[object, ...]:
     releases = {name: [_release(v) for v in known[name]] for name in RELEASES if name in known}
     names = (*REFUSES, *MACHINE, *CONDITIONS, *RELEASES)
     shared = {name: values for name, values in (known | releases).items() if _within(name, names)}
-    return repr(sorted(shared.items())), len(_work(run))
+    return repr(sorted(shared.items())), len(_work(run)), _from_files(run)
 
 
 def _known(run: Run) -> dict[str, Any]:
@@ -160,6 +160,23 @@ def _other_work(runs: Sequence[Run]) -> list[Drift]:
             told = f"{len(played)} in {run.run_id}, {shared} of them the same"
             return [Drift("trials", f"{len(_work(like))} in {like.run_id}", told)]
     return []
+
+
+def _other_files(runs: Sequence[Run]) -> list[Drift]:
+    """Name the first run with another number of past sessions from files than the first has.
+
+    Reading them takes most of a run's time, and files save it.
+    """
+    first = runs[0]
+    for run in runs:
+        if _from_files(run) != _from_files(first):
+            was, now = (f"{_from_files(r):g} a trial in {r.run_id}" for r in (first, run))
+            return [Drift("ingest_files", was, now)]
+    return []
+
+
+def _from_files(run: Run) -> float:
+    return run.summary.ledger.get("ingest_files", 0.0)
 
 
 def _work(run: Run) -> set[tuple[str, int]]:

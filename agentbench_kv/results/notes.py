@@ -32,7 +32,7 @@ def notes(info: RunInfo, lines: Lines[TrialRecord], trials: Sequence[TrialRecord
 
 def _resumes(info: RunInfo) -> list[str]:
     return [
-        f"resumed with another {name}: {old} -> {new}"
+        f"resumed with another {name}: {'not recorded' if old is None else old} -> {new}"
         for resume in info.resumes
         for name, (old, new) in sorted(resume.changed.items())
     ]

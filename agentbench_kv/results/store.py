@@ -325,9 +325,9 @@ def _claimed(
     who = holder(old, now)
     if who is not None:
         raise RunHeldError(f"run {old.run_id} is being written by {who}; wait for it or stop it")
-    changed = _changes(old.spec, spec) | _changes(spec, old.spec)
-    if changed:
-        name = min(changed)
+    other = _changes(old.spec, spec) | _changes(spec, old.spec)
+    if other:
+        name = min(other)
         raise UsageError(
             f"{path} holds a run of another spec: {name} is {old.spec.get(name)!r} there and "
             f"{spec.get(name)!r} here; choose another --out"
@@ -335,9 +335,10 @@ def _claimed(
     if expected_trials is not None:
         mine["expected_trials"] = expected_trials
     mine["wall_s"] = old.wall_s + _unwritten_s(path, old)
-    resume = Resume(at=now, taken_over=_silent(old, now))
-    resumed = old.model_copy(update=mine | {"resumes": [*old.resumes, resume]})
-    return resumed.model_copy(update=_annotated(resumed, provenance))
+    # The first start had noted all of this, or was of a version that noted less: not known then.
+    changed = _changes(old.provenance, provenance)
+    resume = Resume(at=now, changed=changed, taken_over=_silent(old, now))
+    return old.model_copy(update=mine | {"resumes": [*old.resumes, resume]})
 
 
 def _silent(info: RunInfo, now: float) -> str:

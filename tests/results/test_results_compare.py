@@ -19,6 +19,7 @@ from agentbench_kv.results import drift
 from agentbench_kv.results.baseline import open_sides, read_baseline, save_baseline
 from agentbench_kv.results.compare import compare
 from agentbench_kv.results.compare_text import TEXT_FORMATS, targets
+from agentbench_kv.results.drift import speed_conditions
 from agentbench_kv.results.gate import Verdict, describe, repeats
 from agentbench_kv.results.run_info import read_info, write_info
 from agentbench_kv.results.runs import CONDITIONS, load_runs
@@ -54,6 +55,7 @@ def write_run(tmp_path, make_trial):
                 fields = {"kv": kv, "prompt_sha": f"sha{i}", "cluster": more.get("cluster")}
                 fields |= {"score": score} if score is not None else {"status": "timeout"}
                 fields["metrics"] = {} if score is None else {"tool_right": score, "tool_asked": 1}
+                fields["metrics"] |= more.get("metrics", {})
                 if "groups" in more:
                     fields["cluster"] = f"g{i % more['groups']}"
                 said = {"messages": [f"{name} {i}"]}
@@ -465,6 +467,21 @@ def test_repetitions_that_do_not_alternate_are_told_of(write_run):
     (path / "run.json").write_text(json.dumps(document))
     found = compare(load(path), load(write_run("x", [1], folder="x")), metric="output_tok_s")
     assert "resumed was resumed, so the speed is of several times" in found.notes
+
+
+def test_a_past_from_files_makes_no_side_faster(write_run):
+    read = {"ingest_calls": 5, "ingest_tokens": 100, "ingest_s": 9.0}
+    cold = load(write_run("a", [1] * 3, metrics=read))
+    warm = load(
+        write_run("b", [1] * 3, metrics=read | {"ingest_files": 5, "ingest_files_s": 0.1}, wall_s=1)
+    )
+    with pytest.raises(UsageError, match="ingest_files 0 a trial in a -> 5 a trial in b"):
+        compare(cold, warm, metric="output_tok_s")
+    with pytest.raises(UsageError, match="ingest_files"):  # of one side, too
+        compare([*cold, *warm], cold, metric="output_tok_s")
+    assert compare(warm, warm, metric="output_tok_s").drift == []
+    assert compare(cold, warm).drift == []
+    assert speed_conditions(cold[0]) != speed_conditions(warm[0])
 
 
 def test_memory_is_not_saved_by_sessions_that_were_cut_off(write_run):

@@ -114,6 +114,18 @@ def test_a_resume_keeps_records_and_accumulates_active_seconds(store, spec, make
     assert last.resumes[0].changed == {"git": ("1", "3")}
 
 
+def test_a_resume_by_a_newer_version_does_not_say_what_the_first_start_did_not(store, spec):
+    """Its `code_sha` would be taken for that of trials which other code played."""
+    with store.open("a", spec, {"kvbench": "1"}):
+        pass
+    for _ in range(2):
+        with store.open("a", spec, {"kvbench": "2", "code_sha": "new"}) as run:
+            run.annotate({"engine": "9"})
+    assert run.info.provenance == {"kvbench": "1", "engine": "9"}
+    changed = {"kvbench": ("1", "2"), "code_sha": (None, "new")}
+    assert [resume.changed for resume in run.info.resumes] == [changed, changed]
+
+
 def test_the_time_between_the_last_heartbeat_and_a_kill_counts(store, spec, make_trial):
     """Trials that ended in it count, so a run that was killed must not look faster."""
     with store.open("a", spec) as run:

@@ -187,16 +187,16 @@ def test_damage_and_resumes_are_noted(run, make_trial, tmp_path, spec):
     reader = run(make_trial())
     with (reader.path / "samples.jsonl").open("ab") as file:
         file.write(b'not json\n{"sample_id": "x')
-    with RunStore(tmp_path).open("r", spec, {"git": "1"}):
-        pass
-    with RunStore(tmp_path).open("r", spec, {"git": "2"}):
-        pass
+    for number in ("1", "2"):
+        with RunStore(tmp_path).open("r", spec, {"git": number}) as writer:
+            writer.annotate({"parser": number})
     summary = build(reader)
     assert summary.alien_lines == 1
     assert summary.trials == 1
     assert any("line 2" in note for note in summary.notes)
     assert any("torn last line" in note for note in summary.notes)
-    assert "resumed with another git: 1 -> 2" in summary.notes
+    assert "resumed with another git: not recorded -> 2" in summary.notes
+    assert "resumed with another parser: 1 -> 2" in summary.notes
 
 
 def test_a_summary_that_cannot_be_written_is_one_clear_line(run, make_trial, monkeypatch):

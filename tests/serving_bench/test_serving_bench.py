@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -276,6 +277,15 @@ def test_counts_that_are_none_are_one_line(fake: Fake, tmp_path: Path, text: str
     with pytest.raises(UsageError, match=r"attempts\.json"):
         measure(make_run(repeats=1), tmp_path)
     assert fake.jobs == []
+
+
+@pytest.mark.usefixtures("fake")
+def test_two_commands_on_one_folder_lose_no_count(tmp_path: Path) -> None:
+    measure(make_run(repeats=1), tmp_path)
+    folders = [ServingFolder.read(tmp_path) for _ in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        told = list(pool.map(lambda n: folders[n % 4].begin(("full", "100/10", "s", 8)), range(40)))
+    assert sorted(told) == list(range(1, 41))
 
 
 def test_what_servers_by_url_may_know_is_never_sent_again(fake: Fake, tmp_path: Path) -> None:
