@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
+from engine_objects import objects_of
+
 from agentbench_kv.engines.sglang.plugin.hooks import TESTED as SGLANG
 from agentbench_kv.engines.sglang.plugin.versions import VERSIONS
 from agentbench_kv.engines.vllm.plugin.launch import SYMBOLS
@@ -55,7 +57,9 @@ def wanted(engine: str, version: str) -> Words:
     found = {path: frozenset(words) for path, words in listed(engine, version).items()}
     for file in sorted((ROOT / "agentbench_kv" / "engines" / engine / "plugin").glob("*.py")):
         tree = ast.parse(file.read_text(encoding="utf-8"))
-        for path, words in uses(tree, engine, class_of(version)).items():
+        for path, words in uses(
+            tree, engine, class_of(version), objects_of(engine, version)
+        ).items():
             found[path] = found.get(path, frozenset()) | words
     return found
 
@@ -74,13 +78,14 @@ def problems(words: Words, facts: Facts, exact: Mapping[str, tuple[str, ...]]) -
     return found
 
 
-def uses(tree: ast.Module, engine: str, version_class: str) -> Words:
+def uses(tree: ast.Module, engine: str, version_class: str, objects: Mapping[str, str]) -> Words:
     """Return what a module of a plug-in uses of an engine: path -> words it is called with.
 
-    That is names that are imported, their attributes, keywords they are called with, and what our
-    subclasses take from the classes they are made of. Code for another version is left out.
+    That is names that are imported, their attributes, keywords they are called with, what our
+    subclasses take from the classes they are made of, and attributes of what `objects` names, which
+    has the class of each. Code for another version is left out.
     """
-    reader = _Reader(engine, version_class)
+    reader = _Reader(engine, version_class, objects)
     reader.visit(tree)
     return {path: frozenset(words) for path, words in reader.found.items()}
 
@@ -88,10 +93,11 @@ def uses(tree: ast.Module, engine: str, version_class: str) -> Words:
 class _Reader(ast.NodeVisitor):
     """Collects uses; imports come before what is imported is used."""
 
-    def __init__(self, engine: str, version_class: str) -> None:
+    def __init__(self, engine: str, version_class: str, objects: Mapping[str, str]) -> None:
         self.found: dict[str, set[str]] = {}
         self._engine = engine
         self._version_class = version_class
+        self._objects = objects
         self._paths: dict[str, set[str]] = {}  # name here -> what it may be
         self._bases: list[str] = []  # of the class that is being read
         self._own: set[str] = set()  # attributes it has itself
@@ -123,6 +129,9 @@ class _Reader(ast.NodeVisitor):
             inherited = not isinstance(holder, ast.Name) or node.attr not in self._own
             for path in self._bases if inherited else ():
                 self._use(path, node.attr)
+        kinds = [self._objects[name] for name in _names_for(holder) if name in self._objects]
+        if kinds and not re.search("kvbench|^__", node.attr):
+            self._use(kinds[0], node.attr)
         self.generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> None:
@@ -134,6 +143,15 @@ class _Reader(ast.NodeVisitor):
 
     def _use(self, path: str, attribute: str) -> None:
         self.found.setdefault(f"{path}.{attribute}", set())
+
+
+def _names_for(holder: ast.expr) -> list[str]:
+    """Return what an object may be called: `holder.name`, `name`, or `name()` of a method."""
+    if isinstance(holder, ast.Call):
+        return [f"{name}()" for name in _names_for(holder.func)[-1:]]
+    if isinstance(holder, ast.Attribute):
+        return [*(f"{name}.{holder.attr}" for name in _names_for(holder.value)[-1:]), holder.attr]
+    return [holder.id] if isinstance(holder, ast.Name) else []
 
 
 def _is_ours(holder: ast.expr) -> bool:

@@ -236,11 +236,11 @@ def _mass(grouped: Tensor, keys: Tensor, gqa: str, hidden: Tensor | None) -> Ten
     """
     kv_heads, group, n, _ = grouped.shape
     size = max(1, BLOCK_LOGITS // max(1, kv_heads * group * keys.shape[1]))
-    means = torch.zeros(())
+    means = torch.zeros((), device=keys.device)
     for part in (slice(first, first + size) for first in range(0, max(n, 1), size)):
         some = grouped[:, :, part]
         own = _mean_probs(some, keys, gqa, None if hidden is None else hidden[:, :, part])
-        means = own if n <= size else means.to(own.device) + own * (some.shape[2] / n)
+        means = own if n <= size else means + own * (some.shape[2] / n)
     if gqa == "per_head":
         return means
     return means.amax(1) if gqa == "max_prob" else means.mean(1)

@@ -75,7 +75,8 @@ class ServingEngine(Engine):
         self._produced = 0  # tokens that came, as a sign of life: not counted exactly
         try:
             self._backend.running()
-            self.info = replace(info, details=wire.details())
+            told = wire.told(log.read_text(errors="replace"))
+            self.info = replace(info, details=wire.details() | told)
         except BaseException:
             self.shutdown()
             raise

@@ -176,6 +176,10 @@ class EngineWire(ABC):
         windowed = facts.layers - facts.full_layers
         return set_up | LayerReach(facts.full_layers, windowed, facts.window).document()
 
+    def told(self, log: str) -> dict[str, str]:  # noqa: ARG002
+        """Return what the backend's log, up to where it answers, says that nothing else does."""
+        return {}
+
     def _threads(self) -> dict[str, str]:
         """Return what the user has said of threads, which changes every figure of speed."""
         said = "" if self.gpu else process_env.said(self.threads, os.environ)

@@ -97,7 +97,7 @@ class VllmEngineWire(EngineWire):
         if not self.gpu:
             environment["VLLM_TARGET_DEVICE"] = "cpu"
         if not self.stock:
-            environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # `details` says so
+            environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # `told` says so
         command = [str(self.python), "-m", f"{_PLUGIN}.launch", "serve"]
         command += [str(self.model), "--uds", str(self._socket), *self._flags()]
         size = "gpu-memory-utilization" if self.gpu else _BYTES
@@ -120,9 +120,18 @@ class VllmEngineWire(EngineWire):
         version = self._client.get(f"{_URL}/version").json().get("version", "unknown")
         sized = self._sized_here and self.options.max_live_tokens is None
         cache = {"cache": self._room.said()} if sized else {}
-        runner = "vLLM's choice" if self.stock else "V1"
         flags = {"version": str(version), "flags": " ".join(self._flags())}
-        return super().details() | cache | flags | {"model_runner": runner}
+        return super().details() | cache | flags
+
+    def told(self, log: str) -> dict[str, str]:
+        """Name the model runner: what vLLM chose for `full` stands in its log alone."""
+        if not self.stock:
+            return {"model_runner": "V1"}
+        if "Using V2 Model Runner" in log:
+            return {"model_runner": "V2"}
+        # It says nothing of V1; of itself it does, unless VLLM_LOGGING_LEVEL has it say less.
+        said = "LLM engine (v" in log
+        return {"model_runner": "V1" if said else "not known"}
 
     def _body(self, request: GenerationRequest) -> dict[str, Any]:
         sampling = request.sampling

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from agentbench_kv.engines.core.transfers import to_device
-from agentbench_kv.kernels import dispatch
+from agentbench_kv.kernels import dispatch, torch_backend
 from agentbench_kv.registry import load_method, names
 
 # What lets events fire, and methods find something to rank, in sessions of a few tokens.
@@ -37,16 +37,17 @@ def ranking() -> dict[str, dict[str, Any]]:
 
 
 class Launched:
-    """Stands for compiled kernels on `meta`: results have their shapes, nobody waits."""
+    """Stands for compiled kernels on `meta`: results have their shapes, nobody waits.
+
+    Attention is added up by PyTorch, as on a GPU.
+    """
 
     name = "launched"
 
     def ring_write(self, ring: Tensor, rows: Tensor, slots: Tensor) -> None:
         assert len(rows) == len(slots) <= len(ring)
 
-    def attention_mass(self, queries: Tensor, keys: Tensor, *_: Any) -> Tensor:
-        assert queries.shape[-1] == keys.shape[-1]
-        return torch.empty(keys.shape[:2], device=keys.device)
+    attention_mass = torch_backend.TorchBackend.attention_mass
 
     def select_top(self, scores: Tensor, budget: int, *_: Any) -> Tensor:
         return torch.empty((*scores.shape[:-1], budget), dtype=torch.int64, device=scores.device)
@@ -99,4 +100,6 @@ def refuse_waiting(monkeypatch: pytest.MonkeyPatch) -> NoCopies:
     for module in ("ops", "paged"):
         monkeypatch.setattr(f"agentbench_kv.kernels.{module}.active_backend", lambda *_: Launched())
     monkeypatch.setattr(torch, "tensor", tensor)
+    # As of long caches, whose attention is added up in parts.
+    monkeypatch.setattr(torch_backend, "BLOCK_LOGITS", 8)
     return NoCopies()

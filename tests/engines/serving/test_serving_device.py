@@ -37,6 +37,7 @@ from agentbench_kv.engines.sglang.plugin.worker import (
 from agentbench_kv.engines.vllm.plugin.capture import QueryCapture
 from agentbench_kv.kernels import dispatch
 from agentbench_kv.kernels.layout import PagedRows
+from agentbench_kv.kernels.torch_backend import TorchBackend
 from agentbench_kv.methods.base import Method, QueryKind, QueryPlan
 from agentbench_kv.methods.calibration import Calibration
 from agentbench_kv.phases.machine import PromptPhases
@@ -61,10 +62,19 @@ def peak_bytes(work: Callable[[], object]) -> int:
     return most
 
 
-@pytest.mark.parametrize("name", ["agentkv", "streamingllm"])
-def test_an_event_takes_the_rows_of_one_layer_at_a_time(name: str) -> None:
-    if dispatch.active_backend("cpu").name == "torch":
+@pytest.mark.parametrize(
+    ("name", "logits"), [("agentkv", 0), ("agentkv", 32), ("snapkv", 32), ("streamingllm", 0)]
+)
+def test_an_event_takes_the_rows_of_one_layer_at_a_time(
+    name: str, logits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch, which scores on a GPU, has logits and their softmax of so many queries besides."""
+    compiled = dispatch.active_backend("cpu")
+    if compiled.name == "torch":
         pytest.skip("no compiled kernels here; PyTorch's own operations take more")
+    if logits:
+        scores = TorchBackend().attention_mass
+        monkeypatch.setattr(type(compiled), "attention_mass", lambda _, *given: scores(*given))
     live, page, pages = 2048, 16, 140
     shape = RowShape(LAYERS, 2 * HEADS, HEADS, DIM, torch.float32, torch.device("cpu"))
     rows = WorkerRows(policy_of(make_method(name, 256)), shape, torch.ones(DIM // 2))
@@ -78,7 +88,8 @@ def test_an_event_takes_the_rows_of_one_layer_at_a_time(name: str) -> None:
     layer = 2 * HEADS * live * DIM * 4
     # Positions, scores and marks of all layers: 64 bytes a row at the most, 1,024 of its layer.
     beside = 64 * LAYERS * HEADS * live
-    assert took <= layer + beside < LAYERS * layer / 4
+    beside += 2 * 4 * logits * 2 * HEADS * live
+    assert took <= layer + beside < LAYERS * layer / 3
     assert name == "streamingllm" or took >= layer / 2, "keys must have been looked at"
 
 
@@ -159,9 +170,45 @@ def test_what_waits_all_the_same_is_known(name: str, settings: dict[str, Any], w
     assert any("methods" in str(frame.path) for frame in waited.traceback), why
 
 
-def play(method: Method, page: int) -> None:
+@pytest.mark.usefixtures("no_waiting")
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("agentkv", {"takes its queries", "moves its rows"}),
+        ("streamingllm", {"moves its rows"}),
+    ],
+)
+def test_what_a_forward_may_still_read_waits_for_it_on_the_device(
+    name: str, expected: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scheduler's stream goes on while a forward runs; the host waits for neither."""
+    done: list[str] = []
+    stream = SimpleNamespace(wait_stream=lambda other: done.append(f"waits for {other}"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+
+    def noted(holder: Any, name: str, said: str) -> None:
+        work = getattr(holder, name)
+        monkeypatch.setattr(holder, name, lambda *given: [done.append(said), work(*given)][1])
+
+    def watch(worker: DeviceWorker) -> None:
+        worker.forwards = "forwards"
+        noted(worker, "observe", "forward")
+        noted(worker.rows.rings, "write_all", "takes its queries")
+        noted(worker.rows, "remove", "moves its rows")
+
+    play(method_of(name, {}), 16, watch)
+    touched = [i for i, what in enumerate(done) if what in ("takes its queries", "moves its rows")]
+    assert {done[i] for i in touched} == expected
+    for i in touched:
+        since = done[i - done[i::-1].index("forward") : i]
+        assert "waits for forwards" in since, done[: i + 1]
+
+
+def play(method: Method, page: int, watch: Callable[[DeviceWorker], None] = lambda _: None) -> None:
     """Prefill two sessions and decode until each had two events."""
     worker = meta_worker(method, page)
+    watch(worker)
     sessions = SglangSessions(method, 1, 1, lambda _: pytest.fail("no stop text was asked for"))
     freed: list[Tensor] = []
     compactor = Compactor(worker, SimpleNamespace(free=freed.append))

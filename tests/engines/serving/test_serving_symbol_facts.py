@@ -80,7 +80,7 @@ class Sglang0002:
 
 
 def test_uses_are_imports_attributes_keywords_and_what_is_inherited() -> None:
-    found = uses(ast.parse(OURS), "eng", "Sglang0002")
+    found = uses(ast.parse(OURS), "eng", "Sglang0002", {})
     expected = {
         "eng.inner:Base", "eng.inner:Base.KIND", "eng.inner:Base.act", "eng.inner:Base.theirs",
         "eng.inner:parts", "eng.inner:parts.Wheel", "eng.inner:record", "eng.new:come",
@@ -89,6 +89,31 @@ def test_uses_are_imports_attributes_keywords_and_what_is_inherited() -> None:
     assert {path: words for path, words in found.items() if words} == {
         "eng.inner:record": frozenset({"width"})
     }
+
+
+THEIRS = """
+def end(self, request, session):
+    self._pool.free(request.rows, session.name, request.kvbench_note, request.__class__)
+    for block in request.blocks:
+        block.count = request.session.number
+    return self.version.held(request).length, session.held
+"""
+
+
+def test_uses_are_attributes_of_the_engines_own_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever holds them: a parameter, an attribute, a loop, or what a method returns."""
+    kinds = {
+        "request": "eng:Request", "request.session": "eng:Session", "_pool": "eng:Pool",
+        "block": "eng:Block", "held()": "eng:Held",
+    }  # fmt: skip
+    expected = {
+        "eng:Request.rows", "eng:Request.session", "eng:Request.blocks", "eng:Session.number",
+        "eng:Pool.free", "eng:Block.count", "eng:Held.length",
+    }  # fmt: skip
+    assert uses(ast.parse(THEIRS), "eng", "", kinds).keys() == expected
+    monkeypatch.setattr(engine_symbols, "objects_of", lambda *_: {"request": "vllm.v1.request:Old"})
+    gone = problems(wanted("vllm", "0.33.0"), facts_of("vllm", "0.33.0"), {})
+    assert "vllm.v1.request:Old.num_computed_tokens is gone" in gone
 
 
 ENGINE = {

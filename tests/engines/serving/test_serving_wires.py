@@ -72,6 +72,22 @@ def test_a_socket_that_could_not_connect_is_closed(
         wire.close()
 
 
+INFO = 'INFO core.py:140] Initializing a V1 LLM engine (v0.33.0) with config: model="m"\n'
+
+
+@pytest.mark.parametrize("stock", [False, True])
+def test_vllms_model_runner_is_forced_under_the_plugin_and_read_of_its_log_as_shipped(
+    stock: bool, tmp_path: Path
+) -> None:
+    """0.33 chooses V2 where nothing is said; V1 has the insides that the plug-in knows."""
+    wire = VllmEngineWire(OPTIONS, FACTS, Path("python"), tmp_path, tmp_path, False, stock)
+    assert wire.launch().environment.get("VLLM_USE_V2_MODEL_RUNNER") == (None if stock else "0")
+    ran = [wire.told(log) for log in (INFO, f"{INFO}INFO Using V2 Model Runner\n", "WARNING x\n")]
+    expected = ["V1", "V2", "not known"] if stock else ["V1"] * 3
+    assert [each["model_runner"] for each in ran] == expected
+    wire.close()
+
+
 CONFIG = {
     "model_type": "llama",
     "num_attention_heads": 4,

@@ -178,14 +178,14 @@ class Patches:
     def create_req(
         self,
         original: Original,
-        session: Any,
+        history: Any,
         arrived: Any,
         tokenizer: Any,
         *args: Any,
         **kwargs: Any,
     ) -> Any:
         """Append exactly the ids that came; SGLang would drop a leading BOS."""
-        request = original(session, arrived, None, *args, **kwargs)
+        request = original(history, arrived, None, *args, **kwargs)
         request.tokenizer = tokenizer
         if request.to_finish is not None:
             # Or SGLang ends the turn that is running in the session it was refused from.
@@ -200,27 +200,27 @@ class Patches:
         if len(request.origin_input_ids) != wanted["total"]:
             found = len(request.origin_input_ids)
             request.set_finish_with_abort(
-                f"session {session.session_id} would have {found} tokens, not {wanted['total']}"
+                f"session {history.session_id} would have {found} tokens, not {wanted['total']}"
             )
-            session.abort_req()
+            history.abort_req()
             request.session = None
         return request
 
     def trim_overshoot(
-        self, original: Original, cache: Any, request: Any, finished_len: int
+        self, original: Original, streaming: Any, request: Any, finished_len: int
     ) -> None:
         session = self.runtime.table.of(request)
         if session is None:
-            original(cache, request, finished_len)
+            original(streaming, request, finished_len)
         else:
-            self.runtime.steps.finish(cache, request, session, finished_len)
+            self.runtime.steps.finish(streaming, request, session, finished_len)
 
-    def release_session(self, original: Original, cache: Any, name: str) -> None:
+    def release_session(self, original: Original, streaming: Any, name: str) -> None:
         """Forget what is known of rows about to be freed."""
         session = self.runtime.table.sessions.get(name)
         if session is not None:
-            self._before_release(cache, session)
-        original(cache, name)
+            self._before_release(streaming, session)
+        original(streaming, name)
 
     def close(self, original: Original, controller: Any, name: str) -> None:
         original(controller, name)
@@ -318,8 +318,8 @@ class Patches:
             worker.add_sums(layer.layer_id, queries)
         return output
 
-    def _before_release(self, cache: Any, session: SglangSession) -> None:
-        runtime, slot = self.runtime, cache.slots.get(session.name)
+    def _before_release(self, streaming: Any, session: SglangSession) -> None:
+        runtime, slot = self.runtime, streaming.slots.get(session.name)
         request, rows = session.request, self._version.rows
         if slot is not None and request is not None and rows(request).req_pool_idx is not None:
             # SGLang takes the longer of the two, but events have shortened the request's.

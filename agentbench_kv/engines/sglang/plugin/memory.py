@@ -238,13 +238,13 @@ class Forks:
         from sglang.srt.session.session_controller import SessionReqNode
 
         controller = self._scheduler.session_controller
-        parent = controller.sessions[source]
+        history = controller.sessions[source]
         opening = OpenSessionReqInput(
-            capacity_of_str_len=parent.capacity_of_str_len, session_id=name, streaming=True
+            capacity_of_str_len=history.capacity_of_str_len, session_id=name, streaming=True
         )
         if not controller.open(opening).success:
             raise ValueError(f"SGLang cannot open session {name}")
-        for node in parent.req_nodes.values():
+        for node in history.req_nodes.values():
             request = copy.copy(node.req)
             request.session = None
             # SGLang may append a session's next turn to the arrays of its last one.

@@ -161,10 +161,10 @@ def _shape(runner: Any) -> RowShape:
 
 
 def _pool(runner: Any, page: int) -> Pool:
-    pool = runner.token_to_kv_pool
+    kv_pool = runner.token_to_kv_pool
     keys, values = (
         PagedRows.of([slots.unflatten(0, (-1, page)) for slots in buffer], "brhd")
-        for buffer in (pool.k_buffer, pool.v_buffer)
+        for buffer in (kv_pool.k_buffer, kv_pool.v_buffer)
     )
     table: torch.Tensor = runner.req_to_token_pool.req_to_token
     return Pool(keys, values, table, page)

@@ -166,8 +166,8 @@ def wishes(sampling: Any) -> dict[str, Any]:
 
 
 def _session_name(request: Any) -> str | None:
-    session = request.session
-    return session.session_id if session is not None and session.streaming else None
+    history = request.session
+    return history.session_id if history is not None and history.streaming else None
 
 
 def attach(request: Any, session: SglangSession | None) -> None:

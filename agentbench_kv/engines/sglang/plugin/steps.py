@@ -103,13 +103,13 @@ class Steps:
                 found.append(GivenRow(row, session.given, session.samples))
         return found
 
-    def finish(self, cache: Any, request: Any, session: SglangSession, samples: int) -> None:
+    def finish(self, streaming: Any, request: Any, session: SglangSession, samples: int) -> None:
         """End a turn after `samples` sampled tokens; its session rests with the rows it has."""
         request.output_ids = request.output_ids[:samples]
         eviction = self._settle_last(request, session, samples)
         live = session.ledger.live if eviction is None else eviction.live
         # The last forward may have been one too many.
-        self._version.free_behind(cache, request, live)
+        self._version.free_behind(streaming, request, live)
         if eviction is not None:
             self._apply(session, request, eviction)
         last = session.ledger.end_turn()

@@ -100,9 +100,9 @@ class Sglang0512:
             cache_protected_len=shared,
         )
 
-    def take_row(self, pool: Any) -> int:
+    def take_row(self, req_to_token_pool: Any) -> int:
         """Take a row of the table, of which one at least is free."""
-        return int(pool.free_slots.pop(0))
+        return int(req_to_token_pool.free_slots.pop(0))
 
     def forget_rows(self, request: Any) -> None:
         """Let a request be as one that never had rows; they are freed."""
@@ -118,9 +118,9 @@ class Sglang0512:
         cache.release_session(name)
         request.req_pool_idx = None
 
-    def free_behind(self, sessions: Any, request: Any, live: int) -> None:
+    def free_behind(self, streaming: Any, request: Any, live: int) -> None:
         """Free a request's whole pages behind its first `live` rows, and say so in its lengths."""
-        sessions._free_kv_aligned(request.req_pool_idx, live, request.kv_allocated_len)
+        streaming._free_kv_aligned(request.req_pool_idx, live, request.kv_allocated_len)
         request.kv_committed_len = request.kv_allocated_len = live
 
     def prefilled(self, request: Any) -> Sequence[int]:
@@ -137,7 +137,7 @@ class Sglang0512:
         request.fill_ids = request.fill_ids[count:]
         request.set_extend_input_len(len(request.fill_ids) - len(request.prefix_indices))
 
-    def rewrite_history(self, session: Any) -> None:
+    def rewrite_history(self, history: Any) -> None:
         """Take note that a session's last request is not the one that SGLang put there."""
 
     def running_of(self, scheduler: Any, planned: Any) -> tuple[Any, Any]:
@@ -214,8 +214,8 @@ class Sglang0523(Sglang0512):
         )
         return SessionSlot(kv=held)
 
-    def take_row(self, pool: Any) -> int:
-        return int(pool.alloc_rows(1)[0])
+    def take_row(self, req_to_token_pool: Any) -> int:
+        return int(req_to_token_pool.alloc_rows(1)[0])
 
     def forget_rows(self, request: Any) -> None:
         request.detach_kv()
@@ -224,8 +224,8 @@ class Sglang0523(Sglang0512):
         cache.release_session(request.session.session_id)
         request.detach_kv()
 
-    def free_behind(self, sessions: Any, request: Any, live: int) -> None:
-        sessions._free_kv_aligned(request.kv, live, request.kv.kv_allocated_len)
+    def free_behind(self, streaming: Any, request: Any, live: int) -> None:
+        streaming._free_kv_aligned(request.kv, live, request.kv.kv_allocated_len)
         request.kv.kv_committed_len = request.kv.kv_allocated_len = live
 
     def prefilled(self, request: Any) -> Sequence[int]:
@@ -240,9 +240,9 @@ class Sglang0523(Sglang0512):
         ids = request.origin_input_ids + request.output_ids
         request.full_untruncated_fill_ids = ids[count:]
 
-    def rewrite_history(self, session: Any) -> None:
+    def rewrite_history(self, history: Any) -> None:
         # Or the next request would go on in the last one's arrays, up to lengths noted before.
-        session.committed_origin_len = None
+        history.committed_origin_len = None
 
     def running_of(self, scheduler: Any, planned: Any) -> tuple[Any, Any]:  # noqa: ARG002
         return planned.batch_to_run, planned.running_batch

@@ -277,14 +277,14 @@ def shorten(held: Any, removed: int) -> None:
     held.kv_allocated_len -= removed
 
 
-def cut_history(session: Any, length: int) -> None:
+def cut_history(history: Any, length: int) -> None:
     """Let an SGLang session's next request follow its first `length` tokens."""
     from sglang.srt.session.session_controller import SessionReqNode
 
-    for node in [*session.req_nodes.values()]:
+    for node in [*history.req_nodes.values()]:
         request = copy.copy(node.req)
         prompt, asked = len(request.origin_input_ids), request.sampling_params.max_new_tokens
         request.output_ids = request.output_ids[: min(asked, max(0, length - prompt))]
         request.origin_input_ids = request.origin_input_ids[:length]
         request.origin_input_ids_unpadded = request.origin_input_ids_unpadded[:length]
-        session.req_nodes = {request.rid: SessionReqNode(request)}
+        history.req_nodes = {request.rid: SessionReqNode(request)}

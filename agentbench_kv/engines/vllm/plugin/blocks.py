@@ -30,12 +30,12 @@ class SessionBlocks:
     window give theirs back by themselves.
     """
 
-    def __init__(self, manager: Any, evicting: int) -> None:
-        self._managers = manager.coordinator.single_type_managers
+    def __init__(self, kv_cache_manager: Any, evicting: int) -> None:
+        self._managers = kv_cache_manager.coordinator.single_type_managers
         self._single = self._managers[evicting]
         self.deficits: dict[str, int] = {}  # request -> logical minus physical length
         self.freed = 0  # blocks that events gave back since the start
-        self._pool = manager.block_pool
+        self._pool = kv_cache_manager.block_pool
         base: Any = type(self._single)
         self._single.__class__ = _by_physical_length(base)
         self._single.kvbench_deficits = self.deficits

@@ -149,9 +149,9 @@ def refuse_unknown() -> None:
         raise ValueError(f"kvbench: this vLLM is not the one the plug-in knows: {'; '.join(found)}")
 
 
-def refuse_wrong_results(config: Any, cache: Any, method: Method) -> None:
+def refuse_wrong_results(config: Any, kv_cache_config: Any, method: Method) -> None:
     """Refuse what physical eviction would make wrong."""
-    groups = cache.kv_cache_groups
+    groups = kv_cache_config.kv_cache_groups
     kinds = [attention_of(group.kv_cache_spec) for group in groups]
     parallel = config.parallel_config
     shared = method.kept_set in ("per_layer", "shared") and parallel.tensor_parallel_size > 1
@@ -190,9 +190,9 @@ def attention_of(spec: Any) -> str:
     return "full" if type(spec) is FullAttentionSpec and not limited else ""
 
 
-def evicting_group(cache: Any) -> int:
+def evicting_group(kv_cache_config: Any) -> int:
     """Return the index of the KV cache group that methods evict from."""
-    groups = cache.kv_cache_groups
+    groups = kv_cache_config.kv_cache_groups
     return next(i for i, group in enumerate(groups) if attention_of(group.kv_cache_spec) == "full")
 
 
@@ -202,9 +202,10 @@ def bytes_per_token(group: Any) -> int:
     return int(len(group.layer_names) * spec.page_size_bytes // spec.block_size)
 
 
-def window_bytes(cache: Any, workers: int) -> WindowBytes | None:
+def window_bytes(kv_cache_config: Any, workers: int) -> WindowBytes | None:
     """Return what sessions read in layers with a window, over all workers; None without any."""
-    groups = [g for g in cache.kv_cache_groups if attention_of(g.kv_cache_spec) == "window"]
+    every = kv_cache_config.kv_cache_groups
+    groups = [group for group in every if attention_of(group.kv_cache_spec) == "window"]
     if not groups:
         return None
     per_token = sum(map(bytes_per_token, groups)) * workers

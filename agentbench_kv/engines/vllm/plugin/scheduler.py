@@ -83,9 +83,9 @@ class EvictingScheduler(Scheduler):
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Plan a step as vLLM does, then the events that fall due with it."""
         with self.lock:
-            output = super().schedule(*args, **kwargs)
-            output.kvbench = self._step_plan(output)
-            return output
+            scheduler_output = super().schedule(*args, **kwargs)
+            scheduler_output.kvbench = self._step_plan(scheduler_output)
+            return scheduler_output
 
     def get_grammar_bitmask(self, *args: Any, **kwargs: Any) -> Any:
         """Read the requests as vLLM does: none may be ended meanwhile by a command."""
@@ -117,15 +117,15 @@ class EvictingScheduler(Scheduler):
         if session is not None and session.given is not None:
             session.given.best[self.requests[best.request].num_output_tokens] = best.token
 
-    def _step_plan(self, output: Any) -> StepPlan:
+    def _step_plan(self, scheduler_output: Any) -> StepPlan:
         """Count the step's tokens and say what the workers are to do."""
         table = self.sessions
         plan = StepPlan(self._new_method, table.dropped.copy(), before=table.before.copy())
         self._new_method = None
         table.dropped.clear()
         table.before.clear()
-        table.plan_prefixes([*self._forwards(output)], plan)
-        for request_id, rows in output.num_scheduled_tokens.items():
+        table.plan_prefixes([*self._forwards(scheduler_output)], plan)
+        for request_id, rows in scheduler_output.num_scheduled_tokens.items():
             session = table.by_request[request_id]
             plan.sessions[request_id] = session.name
             if not session.workers_know:
@@ -146,8 +146,8 @@ class EvictingScheduler(Scheduler):
         table.given_up.clear()
         return plan
 
-    def _forwards(self, output: Any) -> Iterator[Forward]:
-        for request, rows in output.num_scheduled_tokens.items():
+    def _forwards(self, scheduler_output: Any) -> Iterator[Forward]:
+        for request, rows in scheduler_output.num_scheduled_tokens.items():
             computed = self.requests[request].num_computed_tokens - rows
             yield Forward(self.sessions.by_request[request], computed, rows)
 
