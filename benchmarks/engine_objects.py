@@ -1,8 +1,9 @@
 """What the plug-ins call an engine's own objects, and the class that these are of.
 
-`engine_symbols.py` looks up what is read of them: of a variable, an attribute or the result of a
-method by that name, wherever it stands in the plug-in. So nothing of ours there may be called the
-same and have attributes, and whoever uses another object of an engine's gives it a name here.
+`engine_symbols.py` looks up what is read of them: of a variable or an attribute by that name, of an
+item of it (`name[]`) or of what a method returns (`name()`), wherever it stands in the plug-in. So
+nothing of ours there may be called the same and have attributes, and whoever uses another object of
+an engine's gives it a name here.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ _BATCH, _POOL = f"{_S}managers.schedule_batch:", f"{_S}mem_cache.memory_pool:"
 _STREAM = f"{_S}session.streaming_session:"
 
 _SGLANG = {
-    **dict.fromkeys(("request", "req"), f"{_BATCH}Req"),
-    **dict.fromkeys(("batch", "running_batch", "last_batch"), f"{_BATCH}ScheduleBatch"),
+    "request": f"{_BATCH}Req",
+    **dict.fromkeys(("batch", "running_batch"), f"{_BATCH}ScheduleBatch"),
     **dict.fromkeys(("scheduler", "_scheduler"), f"{_S}managers.scheduler:Scheduler"),
     "adder": f"{_S}managers.schedule_policy:PrefillAdder",
     "runner": f"{_S}model_executor.model_runner:ModelRunner",
@@ -38,8 +39,8 @@ _SGLANG = {
     "token_to_kv_pool": f"{_POOL}MHATokenToKVPool",
     "req_to_token_pool": f"{_POOL}ReqToTokenPool",
     **dict.fromkeys(("streaming", "sessions()"), f"{_STREAM}StreamingSession"),
-    "slot": f"{_STREAM}SessionSlot",
     "reason": f"{_BATCH}FINISH_ABORT",
+    "open()": f"{_S}managers.io_struct:OpenSessionReqOutput",
 }
 _ALLOCATORS = ("allocator", "_allocator", "token_to_kv_pool_allocator")
 _CACHES = ("cache", "tree_cache")
@@ -47,7 +48,9 @@ _ROWS = ("held", "rows()")  # where a version keeps a request's row and lengths
 
 _SGLANG_0512 = {
     "idle_sleeper": f"{_S}managers.scheduler:IdleSleeper",
-    **dict.fromkeys(("args", "options"), f"{_S}server_args:ServerArgs"),
+    **dict.fromkeys(("args", "options", "options()"), f"{_S}server_args:ServerArgs"),
+    "slot": f"{_STREAM}SessionSlot",
+    "send_to_tokenizer": f"{_S}managers.scheduler:SenderWrapper",
     **dict.fromkeys(_ALLOCATORS, f"{_S}mem_cache.allocator:PagedTokenToKVPoolAllocator"),
     **dict.fromkeys(_CACHES, f"{_STREAM}StreamingSession"),
     **dict.fromkeys(_ROWS, f"{_BATCH}Req"),
@@ -60,6 +63,7 @@ _SGLANG_0523 = {
     **dict.fromkeys(_CACHES, f"{_S}mem_cache.unified_radix_cache:UnifiedRadixCache"),
     **dict.fromkeys(_ROWS, f"{_BATCH}ReqKvInfo"),
     "planned": f"{_BATCH}NextBatchPlan",
+    "layer_info": f"{_S}model_executor.model_runner_components.layer_setup:ModelLayerInfo",
 }
 
 _V = "vllm.v1."
@@ -81,7 +85,13 @@ _VLLM = {
     ),
     **dict.fromkeys(("pool", "_pool"), f"{_V}core.block_pool:BlockPool"),
     "block": f"{_V}core.kv_cache_utils:KVCacheBlock",
-    "layer": "vllm.model_executor.layers.attention.attention:Attention",
+    **dict.fromkeys(
+        ("layer", "_kvbench_layers[]"),
+        "vllm.model_executor.layers.attention.attention:Attention",
+    ),
+    "requests[]": f"{_V}request:Request",
+    "state": f"{_V}worker.gpu_input_batch:CachedRequestState",
+    "query_start_loc": f"{_V}utils:CpuGpuBuffer",
     "common": f"{_V}attention.backend:CommonAttentionMetadata",
     **dict.fromkeys(("input_batch", "batch"), f"{_V}worker.gpu_input_batch:InputBatch"),
     "sampling_params": "vllm.sampling_params:SamplingParams",

@@ -55,13 +55,21 @@ def class_of(version: str) -> str:
 def wanted(engine: str, version: str) -> Words:
     """Return all that the plug-in uses, with the parameters or fields it needs."""
     found = {path: frozenset(words) for path, words in listed(engine, version).items()}
-    for file in sorted((ROOT / "agentbench_kv" / "engines" / engine / "plugin").glob("*.py")):
-        tree = ast.parse(file.read_text(encoding="utf-8"))
+    for tree in map(_parsed, _files(engine)):
         for path, words in uses(
             tree, engine, class_of(version), objects_of(engine, version)
         ).items():
             found[path] = found.get(path, frozenset()) | words
     return found
+
+
+def unread(engine: str, version: str) -> set[str]:
+    """Return names of an engine's objects that the plug-in reads nothing of any more."""
+    objects = objects_of(engine, version)
+    reader = _Reader(engine, class_of(version), objects)
+    for tree in map(_parsed, _files(engine)):
+        reader.visit(tree)
+    return set(objects) - reader.named
 
 
 def problems(words: Words, facts: Facts, exact: Mapping[str, tuple[str, ...]]) -> list[str]:
@@ -76,6 +84,14 @@ def problems(words: Words, facts: Facts, exact: Mapping[str, tuple[str, ...]]) -
         elif absent := sorted(needed - set(there)):
             found.append(f"{path} has no {', '.join(absent)}")
     return found
+
+
+def _files(engine: str) -> list[Path]:
+    return sorted((ROOT / "agentbench_kv" / "engines" / engine / "plugin").glob("*.py"))
+
+
+def _parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
 
 
 def uses(tree: ast.Module, engine: str, version_class: str, objects: Mapping[str, str]) -> Words:
@@ -98,6 +114,7 @@ class _Reader(ast.NodeVisitor):
         self._engine = engine
         self._version_class = version_class
         self._objects = objects
+        self.named: set[str] = set()  # of these, those that something is read of
         self._paths: dict[str, set[str]] = {}  # name here -> what it may be
         self._bases: list[str] = []  # of the class that is being read
         self._own: set[str] = set()  # attributes it has itself
@@ -129,9 +146,10 @@ class _Reader(ast.NodeVisitor):
             inherited = not isinstance(holder, ast.Name) or node.attr not in self._own
             for path in self._bases if inherited else ():
                 self._use(path, node.attr)
-        kinds = [self._objects[name] for name in _names_for(holder) if name in self._objects]
-        if kinds and not re.search("kvbench|^__", node.attr):
-            self._use(kinds[0], node.attr)
+        names = [name for name in _names_for(holder) if name in self._objects]
+        if names and not re.search("kvbench|^__", node.attr):
+            self.named.add(names[0])
+            self._use(self._objects[names[0]], node.attr)
         self.generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> None:
@@ -146,9 +164,11 @@ class _Reader(ast.NodeVisitor):
 
 
 def _names_for(holder: ast.expr) -> list[str]:
-    """Return what an object may be called: `holder.name`, `name`, or `name()` of a method."""
+    """Return what an object may be called: `holder.name`, `name`, `name[]`, `name()`."""
     if isinstance(holder, ast.Call):
         return [f"{name}()" for name in _names_for(holder.func)[-1:]]
+    if isinstance(holder, ast.Subscript):
+        return [f"{name}[]" for name in _names_for(holder.value)[-1:]]
     if isinstance(holder, ast.Attribute):
         return [*(f"{name}.{holder.attr}" for name in _names_for(holder.value)[-1:]), holder.attr]
     return [holder.id] if isinstance(holder, ast.Name) else []

@@ -22,7 +22,7 @@ class TurnInfo:
     turn: int  # index of the request in its session, from 0
     prompt_tokens: int  # logical, before the generation
     output_tokens: int
-    cached_tokens: int  # of the prompt, in the session before the request
+    cached_tokens: int  # of the prompt, that nobody had to compute
     phases: dict[str, int] = field(default_factory=dict)  # tokens this turn added, by phase name
     live_before: int  # before the prompt was added
     live_after: int  # after the last token

@@ -243,7 +243,7 @@ class Turn:
             turn=len(session.turns),
             prompt_tokens=self._base + len(self.plan.ids),
             output_tokens=len(self._output),
-            cached_tokens=self._base + after.cached_tokens - before.cached_tokens,
+            cached_tokens=cached(self._base, before, after),
             phases=count_phases(session.phases[self._base :]),
             live_before=before.live,
             live_after=after.live,
@@ -266,6 +266,18 @@ class Turn:
         # Markers of another syntax may be special tokens, which have no text here.
         shown = [token for token in self._output if token not in self.eos]
         return self.unread(self.codec.decode(shown))
+
+
+def cached(held: int, before: KVStats, after: KVStats) -> int:
+    """Return how many of a turn's prompt nobody had to compute: of `held` ones and a prefix's.
+
+    Rows that were lost are computed again. What was written anew, or read twice by a memory, counts
+    as computed again too, and was held by nobody.
+    """
+    found = held + after.cached_tokens - before.cached_tokens
+    if (after.rewrites, after.restored) != (before.rewrites, before.restored):
+        return found
+    return max(0, found - (after.recomputed - before.recomputed))
 
 
 _LOWEST = -9999.0  # what OpenAI says of a token that was impossible; JSON has no infinity

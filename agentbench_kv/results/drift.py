@@ -74,7 +74,11 @@ def speed_conditions(run: Run) -> tuple[object, ...]:
     releases = {name: [_release(v) for v in known[name]] for name in RELEASES if name in known}
     names = (*REFUSES, *MACHINE, *CONDITIONS, *RELEASES)
     shared = {name: values for name, values in (known | releases).items() if _within(name, names)}
-    return repr(sorted(shared.items())), len(_work(run)), _from_files(run)
+    return (
+        repr(sorted(shared.items())),
+        len(_work(run)),
+        frozenset(map(bool, run.from_files.values())),
+    )
 
 
 def _known(run: Run) -> dict[str, Any]:
@@ -163,20 +167,18 @@ def _other_work(runs: Sequence[Run]) -> list[Drift]:
 
 
 def _other_files(runs: Sequence[Run]) -> list[Drift]:
-    """Name the first run with another number of past sessions from files than the first has.
+    """Name a trial whose past came from files in one run, and not, or less of it, in another.
 
-    Reading them takes most of a run's time, and files save it.
+    Reading a past takes most of such a trial's time, and files save it.
     """
     first = runs[0]
-    for run in runs:
-        if _from_files(run) != _from_files(first):
-            was, now = (f"{_from_files(r):g} a trial in {r.run_id}" for r in (first, run))
-            return [Drift("ingest_files", was, now)]
+    for run in runs[1:]:
+        for key in sorted(first.from_files.keys() & run.from_files.keys()):
+            was, now = first.from_files[key], run.from_files[key]
+            if was != now:
+                told = f"{was} in sample {key[0]} of {first.run_id}"
+                return [Drift("ingest_files", told, f"{now} of {run.run_id}")]
     return []
-
-
-def _from_files(run: Run) -> float:
-    return run.summary.ledger.get("ingest_files", 0.0)
 
 
 def _work(run: Run) -> set[tuple[str, int]]:

@@ -102,6 +102,9 @@ class Run:
         self.means: dict[str, dict[str, tuple[float, float]]] = {}
         self.failed: Counter[str] = Counter()  # failed trials of each sample
         self.uncounted: Counter[str] = Counter()  # failed trials that do not say what was asked
+        # Past sessions that came from files, by sample and trial: of trials that read a past, and
+        # were not tried again, which goes on behind what was read before.
+        self.from_files: dict[tuple[str, int], int] = {}
         self.triggered = triggered_samples(records)
         self.busy_s = sum(record.timing.e2e_s or 0.0 for record in records)  # of all trials
         for record in records:
@@ -114,6 +117,8 @@ class Run:
             for name, sizes in self.sizes.items():
                 sizes.setdefault(sample, []).append(getattr(record.kv, name))
         found = record.sub_scores
+        if isinstance(record.metrics.get("ingest_s"), int | float) and record.attempts == 1:
+            self.from_files[record.key] = int(record.metrics.get("ingest_files") or 0)
         self.failed[sample] += record.score is None
         if record.score is None and not found:
             self.uncounted[sample] += 1

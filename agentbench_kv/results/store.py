@@ -144,6 +144,7 @@ class RunDir(RunReader):
     def __init__(self, path: Path, info: RunInfo) -> None:
         super().__init__(path)
         self._info = info
+        self._goes_on = (path / "samples.jsonl").exists()
         self._base_wall_s = info.wall_s
         self._started: float | None = time.monotonic()
         self._lock = threading.RLock()
@@ -203,9 +204,8 @@ class RunDir(RunReader):
 
     def annotate(self, provenance: Mapping[str, Any]) -> None:
         """Add provenance that is known only once the engine runs."""
-        # In a resumed run the first start's values stay and differences are recorded as changes.
         with self._lock:
-            self._update(**_annotated(self._info, _plain(provenance)))
+            self._update(**_annotated(self._info, _plain(provenance), self._goes_on))
 
     @contextmanager
     def playing(self) -> Iterator[None]:
@@ -335,7 +335,7 @@ def _claimed(
     if expected_trials is not None:
         mine["expected_trials"] = expected_trials
     mine["wall_s"] = old.wall_s + _unwritten_s(path, old)
-    # The first start had noted all of this, or was of a version that noted less: not known then.
+    # The first start noted all of this, too, or was of a version that did not know it.
     changed = _changes(old.provenance, provenance)
     resume = Resume(at=now, changed=changed, taken_over=_silent(old, now))
     return old.model_copy(update=mine | {"resumes": [*old.resumes, resume]})
@@ -362,22 +362,27 @@ def _unwritten_s(path: Path, info: RunInfo) -> float:
     return min(max(0.0, last - info.heartbeat), STALE_S)
 
 
-def _annotated(info: RunInfo, provenance: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of `info` that new provenance changes."""
+def _annotated(info: RunInfo, provenance: dict[str, Any], goes_on: bool) -> dict[str, Any]:
+    """Return the fields of `info` that new provenance changes.
+
+    In a resumed run the first start's values stay, and differences are recorded as changes. So is
+    what was not known of trials that were played before, if the run `goes_on` behind any.
+    """
     if not info.resumes:
         return {"provenance": info.provenance | provenance}
-    shared = {name: value for name, value in provenance.items() if name in info.provenance}
+    told = {k: value for k, value in provenance.items() if goes_on or k in info.provenance}
     *earlier, last = info.resumes
-    changed = last.changed | _changes(info.provenance, shared)
+    changed = last.changed | _changes(info.provenance, told)
+    known = info.provenance if goes_on else provenance | info.provenance
     return {
-        "provenance": provenance | info.provenance,
+        "provenance": known,
         "resumes": [*earlier, last.model_copy(update={"changed": changed})],
     }
 
 
 def _changes(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    missing = object()
-    return {k: (old.get(k), value) for k, value in new.items() if old.get(k, missing) != value}
+    """Return what differs, with both values; None is as good as nothing."""
+    return {k: (old.get(k), value) for k, value in new.items() if old.get(k) != value}
 
 
 def _plain(data: Mapping[str, Any]) -> dict[str, Any]:

@@ -263,7 +263,7 @@ def _note_provenance(run: RunDir, setup: TrialSetup) -> None:
         }
     )
     changed = run.info.resumes[-1].changed if run.info.resumes else {}
-    if "model_sha" in changed:
+    if changed.get("model_sha", (None, None))[0] is not None:
         raise UsageError(
             f"the model {setup.spec.model} changed since run {run.info.run_id} began; "
             "choose another --out"

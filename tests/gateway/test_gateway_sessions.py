@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from agentbench_kv.engines.base import FinishReason, Generation
+from agentbench_kv.engines.base import FinishReason, Generation, KVStats
 from agentbench_kv.engines.scripted import ScriptedEngine
 from agentbench_kv.errors import UsageError
 from agentbench_kv.gateway import (
@@ -24,6 +25,7 @@ from agentbench_kv.gateway import (
     UnknownSessionError,
 )
 from agentbench_kv.gateway.client import InProcessClient
+from agentbench_kv.gateway.turn import cached
 from agentbench_kv.methods.base import Phase
 from agentbench_kv.phases.machine import PhaseMachine
 
@@ -551,3 +553,15 @@ def test_the_log_is_what_the_engine_was_given_and_generated(
         assert result.turn.reset == rewrite
         assert_log_exact(gateway, "s")
         history.append(result.message)
+
+
+def test_cached_tokens_are_those_that_nobody_had_to_compute() -> None:
+    """Of a server whose pool is full its cache has dropped some, and `prefix hits` counted them."""
+    before = KVStats(recomputed=5, prefill_tokens=100)
+    assert cached(100, before, replace(before, prefill_tokens=120)) == 100
+    assert cached(100, before, replace(before, recomputed=65)) == 40
+    assert cached(0, before, replace(before, cached_tokens=64)) == 64
+    assert cached(100, before, replace(before, recomputed=300)) == 0
+    # Read again as the history was written anew, or twice by a memory: nothing that was held.
+    assert cached(30, before, replace(before, recomputed=65, rewrites=1)) == 30
+    assert cached(100, before, replace(before, recomputed=65, restored=8)) == 100

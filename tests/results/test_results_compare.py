@@ -54,8 +54,9 @@ def write_run(tmp_path, make_trial):
             for i, score in enumerate(scores, more.get("first", 0)):
                 fields = {"kv": kv, "prompt_sha": f"sha{i}", "cluster": more.get("cluster")}
                 fields |= {"score": score} if score is not None else {"status": "timeout"}
+                fields["attempts"] = more.get("attempts", 1)
                 fields["metrics"] = {} if score is None else {"tool_right": score, "tool_asked": 1}
-                fields["metrics"] |= more.get("metrics", {})
+                fields["metrics"] |= more.get("metrics", {}) if score is not None else {}
                 if "groups" in more:
                     fields["cluster"] = f"g{i % more['groups']}"
                 said = {"messages": [f"{name} {i}"]}
@@ -471,17 +472,22 @@ def test_repetitions_that_do_not_alternate_are_told_of(write_run):
 
 def test_a_past_from_files_makes_no_side_faster(write_run):
     read = {"ingest_calls": 5, "ingest_tokens": 100, "ingest_s": 9.0}
+    files = read | {"ingest_files": 5, "ingest_files_s": 0.1}
     cold = load(write_run("a", [1] * 3, metrics=read))
-    warm = load(
-        write_run("b", [1] * 3, metrics=read | {"ingest_files": 5, "ingest_files_s": 0.1}, wall_s=1)
-    )
-    with pytest.raises(UsageError, match="ingest_files 0 a trial in a -> 5 a trial in b"):
+    warm = load(write_run("b", [1] * 3, metrics=files, wall_s=1))
+    told = "ingest_files 0 in sample s0 of a -> 5 of b"
+    with pytest.raises(UsageError, match=told):
         compare(cold, warm, metric="output_tok_s")
     with pytest.raises(UsageError, match="ingest_files"):  # of one side, too
         compare([*cold, *warm], cold, metric="output_tok_s")
-    assert compare(warm, warm, metric="output_tok_s").drift == []
     assert compare(cold, warm).drift == []
     assert speed_conditions(cold[0]) != speed_conditions(warm[0])
+    # A trial that failed, or was tried again behind what it had read, is no other condition.
+    failed = load(write_run("c", [1, None, 1], metrics=files))
+    again = load(write_run("d", [1], metrics=read | {"ingest_files": 2}, attempts=2))
+    for other, same in ((failed, warm), (again, load(write_run("e", [1], metrics=read)))):
+        assert compare(other, same, metric="output_tok_s").drift == []
+    assert speed_conditions(failed[0]) == speed_conditions(warm[0])
 
 
 def test_memory_is_not_saved_by_sessions_that_were_cut_off(write_run):

@@ -110,20 +110,26 @@ def test_a_resume_keeps_records_and_accumulates_active_seconds(store, spec, make
     assert last.wall_s >= first.wall_s + 0.05
     assert last.created == first.created
     assert last.expected_trials == 3
-    assert last.provenance == {"git": "1", "gpu": None, "engine": "9"}
-    assert last.resumes[0].changed == {"git": ("1", "3")}
+    assert last.provenance == {"git": "1", "gpu": None}
+    assert last.resumes[0].changed == {"git": ("1", "3"), "engine": (None, "9")}
 
 
-def test_a_resume_by_a_newer_version_does_not_say_what_the_first_start_did_not(store, spec):
+def test_a_resume_by_a_newer_version_does_not_say_what_the_first_start_did_not(
+    store, spec, make_trial
+):
     """Its `code_sha` would be taken for that of trials which other code played."""
-    with store.open("a", spec, {"kvbench": "1"}):
+    with store.open("a", spec, {"kvbench": "1"}):  # and ended before there was an engine
         pass
-    for _ in range(2):
-        with store.open("a", spec, {"kvbench": "2", "code_sha": "new"}) as run:
-            run.annotate({"engine": "9"})
+    newer = {"kvbench": "2", "code_sha": "new", "gpu": None}
+    with store.open("a", spec, newer) as run:
+        run.annotate({"engine": "9"})
+        run.append_trial(make_trial("x"))
+    with store.open("a", spec, newer) as run:
+        run.annotate({"engine": "9", "context_limit": 8})
     assert run.info.provenance == {"kvbench": "1", "engine": "9"}
     changed = {"kvbench": ("1", "2"), "code_sha": (None, "new")}
-    assert [resume.changed for resume in run.info.resumes] == [changed, changed]
+    both = [changed, changed | {"context_limit": (None, 8)}]
+    assert [resume.changed for resume in run.info.resumes] == both
 
 
 def test_the_time_between_the_last_heartbeat_and_a_kill_counts(store, spec, make_trial):

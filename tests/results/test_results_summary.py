@@ -183,20 +183,21 @@ def test_a_spec_of_another_shape_still_has_a_summary(tmp_path, make_trial):
     assert (summary.task, summary.model, summary.budget) == (None, "3", None)
 
 
-def test_damage_and_resumes_are_noted(run, make_trial, tmp_path, spec):
-    reader = run(make_trial())
+def test_damage_and_resumes_are_noted(make_trial, tmp_path, spec):
+    with RunStore(tmp_path).open("r", spec, {"git": "1"}) as writer:
+        writer.append_trial(make_trial())
+    reader = RunReader(tmp_path / "r")
     with (reader.path / "samples.jsonl").open("ab") as file:
         file.write(b'not json\n{"sample_id": "x')
-    for number in ("1", "2"):
-        with RunStore(tmp_path).open("r", spec, {"git": number}) as writer:
-            writer.annotate({"parser": number})
+    with RunStore(tmp_path).open("r", spec, {"git": "2", "code": "new"}):
+        pass
     summary = build(reader)
     assert summary.alien_lines == 1
     assert summary.trials == 1
     assert any("line 2" in note for note in summary.notes)
     assert any("torn last line" in note for note in summary.notes)
-    assert "resumed with another git: not recorded -> 2" in summary.notes
-    assert "resumed with another parser: 1 -> 2" in summary.notes
+    assert "resumed with another git: 1 -> 2" in summary.notes
+    assert "resumed with another code: not recorded -> new" in summary.notes
 
 
 def test_a_summary_that_cannot_be_written_is_one_clear_line(run, make_trial, monkeypatch):

@@ -97,8 +97,10 @@ class ObservedLedger(SessionLedger):
         """
         self.stats.prefill_tokens -= self._begun
         self._begun = 0
-        if cached_tokens is not None:
-            self.stats.recomputed += max(0, self._before - cached_tokens)
+        if cached_tokens is not None and cached_tokens < self._before:
+            again = self._before - cached_tokens
+            self.stats.recomputed += again
+            self.stats.prefill_tokens += again
 
 
 _numbers = itertools.count(1)

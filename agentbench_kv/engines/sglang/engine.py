@@ -38,7 +38,7 @@ from agentbench_kv.engines.serving.wire import (
     stop_document,
 )
 from agentbench_kv.engines.sglang.plugin.hooks import KEY
-from agentbench_kv.environments import python_of
+from agentbench_kv.environments import python_of, version_there
 from agentbench_kv.errors import CapacityError
 from agentbench_kv.methods.base import Method
 
@@ -51,6 +51,7 @@ _MEMORY = (
     "mem-fraction-static"
 )
 _PLUGIN = "agentbench_kv.engines.sglang.plugin"
+_NO_GRAMMARS = ("0.5.12",)
 _OFFLOAD = ("enable-hierarchical-cache", "hicache-size", "hicache-ratio")
 _HOST = "127.0.0.1"
 _PORTS = range(20_000, 30_000)
@@ -150,6 +151,15 @@ class SglangEngineWire(EngineWire):
         chosen = self.options.max_live_tokens or _TOKENS in self.options.engine_args
         cache = {} if chosen or self._room is None else {"cache": self._room.said()}
         return super().details() | cache | {"version": self._version()}
+
+    @cached_property
+    def holds_grammars(self) -> bool:
+        """Whether it can hold to grammars.
+
+        0.5.12 pins an llguidance that cannot. With a newer one, sessions that evict went on with
+        other tokens behind an answer that was held to a grammar and cut off.
+        """
+        return version_there(self.python, "sglang") not in _NO_GRAMMARS and super().holds_grammars
 
     def _version(self) -> str:
         with contextlib.suppress(httpx.HTTPError, ValueError, KeyError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,22 @@ def test_an_engine_constrains_where_llguidance_can(
     wire.facts = replace(FACTS, eos_token_ids=eos)
     found = run_server(Unstarted, wire, "stand-in", "sha").info.capabilities
     assert (Capability.CONSTRAIN in found) == able
+
+
+@pytest.mark.parametrize(("there", "able"), [("0.5.12", False), ("0.5.23", True), ("", True)])
+def test_sglang_0_5_12_holds_to_no_grammar_with_any_llguidance(
+    there: str, able: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def version(_: Path, name: str) -> str:
+        return there if name == "sglang" else "1.9.1"
+
+    for module in (wires, sglang):
+        monkeypatch.setattr(module, "version_there", version)
+    shutil.copy(model_path("micro") / "tokenizer.json", tmp_path)
+    wire = make_wire(sglang.SglangEngineWire, tmp_path, "full")
+    wire.facts = replace(FACTS, eos_token_ids=(2,))
+    assert [wire.holds_grammars, wire.holds_grammars] == [able, able]
+    wire.close()
 
 
 def test_a_server_holds_to_a_grammar_as_the_gateway_does() -> None:

@@ -64,6 +64,7 @@ class Scheduler:
             sampling_params=SimpleNamespace(extra_args={"kvbench_phases": phases}),
             prompt_token_ids=list(log),
             num_computed_tokens=0,
+            skip_reading_prefix_cache=False,
         )
         self.table.begin(request)
         self.waiting.append(name)

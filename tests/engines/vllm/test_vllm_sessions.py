@@ -97,6 +97,7 @@ def request(number: int, session: str | None, tokens: list[int]) -> Any:
         sampling_params=None,
         prompt_token_ids=tokens,
         num_computed_tokens=0,
+        skip_reading_prefix_cache=False,
     )
 
 

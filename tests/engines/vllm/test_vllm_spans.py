@@ -96,6 +96,7 @@ class SpanMachine(RuleBasedStateMachine):
             sampling_params=None,
             prompt_token_ids=list(log),
             num_computed_tokens=0,
+            skip_reading_prefix_cache=False,
         )
         self.table.begin(request)
         session = self.table.sessions[name]

@@ -42,7 +42,7 @@ def refuse_wrong_results(runner: Any, version: Sglang0512) -> None:
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
     args, config, pool = version.options(runner), runner.model_config, runner.token_to_kv_pool
-    window = getattr(runner, "sliding_window_size", None)
+    window = runner.sliding_window_size
     wrong = {
         "the radix cache (--disable-radix-cache is missing)": not args.disable_radix_cache,
         "running without --enable-streaming-session": not args.enable_streaming_session,
@@ -60,7 +60,7 @@ def refuse_wrong_results(runner: Any, version: Sglang0512) -> None:
         "sliding-window attention": runner.is_hybrid_swa or (window is not None and window > 0),
         "multimodal models": config.is_multimodal or version.has_mrope(runner),
         "encoder-decoder models": config.is_encoder_decoder,
-        "attention in chunks": getattr(config, "attention_chunk_size", None) is not None,
+        "attention in chunks": config.attention_chunk_size is not None,
     }
     refuse_unsupported("SGLang", wrong)
 

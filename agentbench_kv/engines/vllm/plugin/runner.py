@@ -189,7 +189,8 @@ class EvictingRunner(BaseRunner):
         """Forget the blocks a running request gave back."""
         size = self._kvbench_caches[0].shape[2]
         kept = order.blocks[: -(-order.eviction.keep // size)]
-        self.requests[request].block_ids[self._kvbench_group][:] = kept
+        state = self.requests[request]
+        state.block_ids[self._kvbench_group][:] = kept
         row = self.input_batch.req_id_to_index.get(request)
         if row is not None:
             self._kvbench_table.add_row(kept, row)
@@ -203,7 +204,8 @@ class EvictingRunner(BaseRunner):
         for part, request in zip(self._kvbench_fed, self.input_batch.req_ids, strict=False):
             live = part.first_position + len(part.tokens)
             live -= self._kvbench_plan.deficits.get(request, 0)
-            blocks = self.requests[request].block_ids[self._kvbench_group]
+            state = self.requests[request]
+            blocks = state.block_ids[self._kvbench_group]
             store = self._kvbench_store(blocks, live)
             ends = [(part.session, len(part.tokens), live)]
             if end := self._kvbench_plan.left.get(part.session):
@@ -218,8 +220,8 @@ class EvictingRunner(BaseRunner):
 
     def _kvbench_store(self, blocks: list[int], live: int) -> RowStore:
         if self.device.type == "cpu":
-            isa = str(self._kvbench_layers[0].isa)
-            return PackedStore(self._kvbench_caches, blocks, live, isa)
+            first = self._kvbench_layers[0]
+            return PackedStore(self._kvbench_caches, blocks, live, str(first.isa))
         return paged_store(*self._kvbench_pages, blocks, live)
 
     @cached_property
@@ -251,15 +253,15 @@ class EvictingRunner(BaseRunner):
 
     def _kvbench_connect(self, policy: BackendPolicy, layers: list[Any]) -> None:
         """Begin with a method; on a GPU, make all that it keeps of queries."""
-        others = [each for each in layers if not isinstance(each.impl, CapturingImpl)]
+        others = [layer for layer in layers if not isinstance(layer.impl, CapturingImpl)]
         if policy.method.compresses and others:
             raise ValueError(
                 f"kvbench: {type(others[0].impl).__name__} shows no queries, and which lengths it "
                 "goes by is not known; use another attention backend (--engine-arg "
                 "attention-backend=FLASH_ATTN, or TRITON_ATTN in float32)"
             )
-        heads, kv_heads = layers[0].num_heads, layers[0].num_kv_heads
-        head_dim = layers[0].head_size
+        layer = layers[0]
+        heads, kv_heads, head_dim = layer.num_heads, layer.num_kv_heads, layer.head_size
         shape = RowShape(len(layers), heads, kv_heads, head_dim, self.dtype, self.device)
         rows: WorkerRows | None = getattr(self, "_kvbench_rows", None)
         if rows is None or rows.policy is not policy or rows.shape != shape:

@@ -107,7 +107,7 @@ class VllmSessions:
         self.by_request[session.request] = session
         same = prompt[: len(session.tokens)] == session.tokens and ledger.fed > 0
         self._open_turn(session, prompt, len(session.tokens) if same else ledger.fed)
-        if getattr(request, "skip_reading_prefix_cache", False):
+        if request.skip_reading_prefix_cache:
             session.prefix_key = None
         return session
 
@@ -250,7 +250,8 @@ class VllmSessions:
 
 
 def extra_arguments(request: Any) -> Mapping[str, Any]:
-    return getattr(request.sampling_params, "extra_args", None) or {}
+    pooling = request.sampling_params is None
+    return {} if pooling else request.sampling_params.extra_args or {}
 
 
 def _session_name(request: Any) -> str | None:
