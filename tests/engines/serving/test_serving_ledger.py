@@ -246,8 +246,22 @@ def test_what_a_prefix_cache_dropped_is_prefilled_again() -> None:
     ledger.token()
     ledger.end(3)
     stats = ledger.stats
+    assert stats.cached_tokens == 0
     assert (stats.prefill_tokens, stats.recomputed, stats.longest_prefill) == (21, 7, 10)
     assert (ledger.fed, ledger.live) == (15, 15)
+
+
+def test_what_another_session_had_is_found_by_a_prefix_cache() -> None:
+    ledger = ObservedLedger(8, None)
+    ledger.begin(40)
+    ledger.token()
+    ledger.end(32)
+    stats = ledger.stats
+    assert (stats.prefill_tokens, stats.cached_tokens, stats.recomputed) == (40, 32, 0)
+    ledger.begin(60)
+    ledger.token()
+    ledger.end(40)  # its own
+    assert (stats.cached_tokens, stats.recomputed) == (32, 0)
 
 
 def test_what_was_done_before_a_rewind_stays_counted() -> None:
