@@ -54,7 +54,7 @@ class KVFigures:
     longest_prefill: int = _figure("most new tokens in one prefill", max)
     decode_tokens: int = _figure("tokens generated", add)
     rows_moved: int = _figure("cache rows moved by compaction", add)
-    recomputed: int = _figure("prefilled tokens whose KV was computed a second time", add)
+    recomputed: int = _figure("tokens whose KV was computed a second time", add)
     # A budget given as a share grows with the session.
     budget: int | None = _figure("the budget in tokens at the session's end", _last, None)
     window_bytes_read: int = _figure("of the bytes read, those of layers that see a window", add)

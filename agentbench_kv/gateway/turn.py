@@ -243,7 +243,7 @@ class Turn:
             turn=len(session.turns),
             prompt_tokens=self._base + len(self.plan.ids),
             output_tokens=len(self._output),
-            cached_tokens=cached(self._base, len(self.plan.ids), before, after),
+            cached_tokens=cached(self._base, before, after),
             phases=count_phases(session.phases[self._base :]),
             live_before=before.live,
             live_after=after.live,
@@ -268,18 +268,17 @@ class Turn:
         return self.unread(self.codec.decode(shown))
 
 
-def cached(held: int, new: int, before: KVStats, after: KVStats) -> int:
+def cached(held: int, before: KVStats, after: KVStats) -> int:
     """Return how many tokens of a turn's prompt nobody had to compute.
 
-    Those are the `held` ones, but for what was lost, and what others had of the `new` ones. Tokens
-    that a memory reads twice, or that are new to a history written anew, count as computed again
-    and were not held.
+    Those are the `held` ones, but for what was lost and computed again, and what a shared prefix
+    had. What a history written anew, or a memory that reads prompts twice, counts as computed again
+    was held by nobody.
     """
     found = held + after.cached_tokens - before.cached_tokens
-    if after.restored != before.restored:
+    if after.rewrites != before.rewrites or after.restored:
         return found
-    beyond = after.prefill_tokens - before.prefill_tokens - new
-    return max(0, found - max(0, min(beyond, after.recomputed - before.recomputed)))
+    return max(0, found - (after.recomputed - before.recomputed))
 
 
 _LOWEST = -9999.0  # what OpenAI says of a token that was impossible; JSON has no infinity

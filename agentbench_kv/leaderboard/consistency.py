@@ -349,7 +349,7 @@ def _check_limits(
         "peak_live": min(held, kv.peak_alone or held) + kv.auxiliary_tokens,
         "longest_prefill": max(_new_tokens(evidence, turn) for turn in turns),
         "mean_decode_kv": kv.peak_live,
-        "cached_tokens": kv.prefill_tokens if evidence.shares or evidence.caches else 0,
+        "cached_tokens": kv.prefill_tokens if evidence.shares else 0,
         "shared": held - recalled if evidence.shares else 0,
         "events": kv.prefill_tokens + kv.decode_tokens,
     }

@@ -182,11 +182,6 @@ class RunEvidence:
         return self.spec.params.get("prefix") == "shared"
 
     @property
-    def caches(self) -> bool:
-        """Whether the engine, as shipped, may have found what another session had."""
-        return self.spec.engine in ("vllm", "sglang")
-
-    @property
     def passes(self) -> int:
         """How often each prompt is read."""
         return memory_method(self.spec.built_method).passes if self.keeps_banks else 1

@@ -60,7 +60,7 @@ _IN_BYTES = ("median_peak_bytes", "pool_bytes", "bytes_read")
 # Where some arm reads tokens twice.
 _AGAIN_COLUMNS = {
     "prefill_tokens": Column("prefilled", Unit.TOKENS),
-    "recomputed": Column("of them again", Unit.TOKENS),
+    "recomputed": Column("computed again", Unit.TOKENS),
 }
 
 
@@ -243,12 +243,17 @@ def _notes(plan: ServingPlan, cells: Sequence[ArmFigures]) -> list[str]:
             "pool MB: slots or blocks that all sessions, and what they share, took up together at "
             "the most; read MB a token: keys and values that a decoded token's attention read"
         )
+    if any(cell.kv.get("recomputed") for cell in cells):
+        notes.append(
+            "computed again: rows that were lost, or read again; of a server as shipped these come "
+            "on top of prefilled, else they are part of it"
+        )
     notes += runner_notes((cell.arm, cell.model_runner) for cell in cells)
     if dropping := [arm.name for arm in plan.arms if arm.drops]:
         notes.append(
             f"{', '.join(dropping)}: the recorded messages without what the method drops; what "
-            "follows the first change is read again (prefilled, of them again: all sessions), with "
-            "the recorded answers in it"
+            "follows the first change is read again (prefilled, computed again: all sessions), "
+            "with the recorded answers in it"
         )
     notes += _few(cells)
     notes += pairing_notes(cells)

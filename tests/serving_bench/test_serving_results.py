@@ -432,7 +432,7 @@ def test_an_arm_that_drops_messages_says_what_that_means() -> None:
     ]
     under_load, _ = summary_tables(summary(changed, arms=[ARMS[0], arm]))
     titles = [column.title for column in under_load.columns]
-    assert titles[-2:] == ["prefilled", "of them again"]
+    assert titles[-2:] == ["prefilled", "computed again"]
     row = next(row for row in under_load.rows if row.cells[1].value == "clear-tools")
     assert [each.value for each in row.cells[-2:]] == [1000, 300]
     assert any(note.startswith("clear-tools: the recorded messages") for note in under_load.notes)

@@ -67,8 +67,8 @@ class ServingGeneration(StreamedGeneration):
 class ObservedLedger(SessionLedger):
     """One session of a server that evicts nothing within a request.
 
-    A prefix cache may have dropped what the session had before, or have what another one had; the
-    server says how many tokens it found.
+    A prefix cache may have dropped what the session had before; the server says how many tokens it
+    found, and the others count as recomputed.
     """
 
     def __init__(self, bytes_per_token: int, windows: WindowBytes | None) -> None:
@@ -97,14 +97,8 @@ class ObservedLedger(SessionLedger):
         """
         self.stats.prefill_tokens -= self._begun
         self._begun = 0
-        if cached_tokens is None:
-            return
-        again = self._before - cached_tokens
-        if again > 0:
-            self.stats.recomputed += again
-            self.stats.prefill_tokens += again
-        else:  # more than the session had: another one had begun alike
-            self.stats.cached_tokens -= again
+        if cached_tokens is not None:
+            self.stats.recomputed += max(0, self._before - cached_tokens)
 
 
 _numbers = itertools.count(1)
