@@ -129,7 +129,7 @@ def test_clear_tools_beside_full_and_a_method_that_evicts(kvbench, tmp_path: Pat
     assert cleared["quality"]["calls"] == full["quality"]["calls"] == 4
     assert cleared["quality"]["events"] == cleared["kv"]["events"] > 0
     shown = kvbench("report", "runs", "--format", "markdown")
-    assert "of them again" in shown.stdout
+    assert "computed again" in shown.stdout
     assert "without what the method drops" in shown.stdout
 
 

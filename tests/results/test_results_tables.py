@@ -15,6 +15,7 @@ from click.testing import CliRunner
 
 from agentbench_kv.cli.report import report
 from agentbench_kv.errors import UsageError
+from agentbench_kv.results.run_info import write_info
 from agentbench_kv.results.runs import load_runs
 from agentbench_kv.results.stats import Scores, change, holm, level
 from agentbench_kv.results.store import RunReader, RunStore
@@ -387,8 +388,9 @@ def test_what_a_tasks_name_does_not_say_stands_under_its_table(tmp_path, write):
     web = {"web": "corpus wiki@0123 (not BFCL web_search)", "corpus": None}
     for name, method in (("a", "full"), ("b", "rkv")):
         write(tmp_path, name, 0.5, method=method, budget=2048, task_params={"route": "chat"})
-        with RunStore(tmp_path).open(name, RunReader(tmp_path / name).info.spec) as writer:
-            writer.annotate({"task": web})
+        info = RunReader(tmp_path / name).info
+        told = info.provenance | {"task": web}
+        write_info(tmp_path / name, info.model_copy(update={"provenance": told}))
         summarize(RunReader(tmp_path / name))
     tables = tables_of(tmp_path, Kind.ACCURACY)
     assert "web: corpus wiki@0123 (not BFCL web_search)" in tables[0].notes
