@@ -171,12 +171,12 @@ def _other_files(runs: Sequence[Run]) -> list[Drift]:
 
     Reading a past takes most of such a trial's time, and files save it.
     """
-    first = runs[0]
-    for run in runs[1:]:
-        for key in sorted(first.from_files.keys() & run.from_files.keys()):
-            was, now = first.from_files[key], run.from_files[key]
+    known: dict[tuple[str, int], tuple[int, Run]] = {}
+    for run in runs:
+        for key, now in sorted(run.from_files.items()):
+            was, like = known.setdefault(key, (now, run))
             if was != now:
-                told = f"{was} in sample {key[0]} of {first.run_id}"
+                told = f"{was} in sample {key[0]} of {like.run_id}"
                 return [Drift("ingest_files", told, f"{now} of {run.run_id}")]
     return []
 

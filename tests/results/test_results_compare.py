@@ -473,6 +473,7 @@ def test_repetitions_that_do_not_alternate_are_told_of(write_run):
 def test_a_past_from_files_makes_no_side_faster(write_run):
     read = {"ingest_calls": 5, "ingest_tokens": 100, "ingest_s": 9.0}
     files = read | {"ingest_files": 5, "ingest_files_s": 0.1}
+    lost = load(write_run("early", [None] * 3))  # says nothing of files
     cold = load(write_run("a", [1] * 3, metrics=read))
     warm = load(write_run("b", [1] * 3, metrics=files, wall_s=1))
     told = "ingest_files 0 in sample s0 of a -> 5 of b"
@@ -480,6 +481,8 @@ def test_a_past_from_files_makes_no_side_faster(write_run):
         compare(cold, warm, metric="output_tok_s")
     with pytest.raises(UsageError, match="ingest_files"):  # of one side, too
         compare([*cold, *warm], cold, metric="output_tok_s")
+    with pytest.raises(UsageError, match=told):
+        compare([*lost, *cold], warm, metric="output_tok_s")
     assert compare(cold, warm).drift == []
     assert speed_conditions(cold[0]) != speed_conditions(warm[0])
     # A trial that failed, or was tried again behind what it had read, is no other condition.
