@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import signal
 import statistics
 import subprocess
@@ -167,9 +166,9 @@ def command_of(cell: Cell, args: argparse.Namespace, longest: int) -> list[str]:
 
 
 def measure(cell: Cell, command: list[str], environment: dict[str, str]) -> dict[str, Any]:
-    """Measure a cell and write its record; what it left unfinished before is removed."""
-    shutil.rmtree(cell.folder, ignore_errors=True)
-    cell.folder.mkdir(parents=True)
+    """Measure a cell and write its record; what was begun before stays, and is counted."""
+    cell.folder.mkdir(parents=True, exist_ok=True)
+    (cell.folder / CELL).unlink(missing_ok=True)
     began, load = time.perf_counter(), os.getloadavg()[0]
     with (cell.folder / "log.txt").open("w") as log:
         process = subprocess.Popen(
@@ -179,7 +178,6 @@ def measure(cell: Cell, command: list[str], environment: dict[str, str]) -> dict
             code = process.wait()
         except BaseException:
             _stop(process)
-            shutil.rmtree(cell.folder, ignore_errors=True)
             raise
     record: dict[str, Any] = {
         "engine": cell.engine,

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from agentbench_kv.engines.embedded.model import model_path
+from agentbench_kv.errors import UsageError
 from agentbench_kv.results.stats import REPETITIONS, median
 from agentbench_kv.results.tables.model import Cell, Column, Kind, Row, Table, Unit, slug
 from agentbench_kv.serving_bench.achieved import read_achieved
@@ -82,7 +83,7 @@ def _table(place: Path) -> Table | None:
         if "error" in record:
             failed[record["engine"], record["arm"]].append(record["error"])
             continue
-        (folder,) = map(ServingFolder.read, serving_folders([path]))
+        folder = _measured(path)
         about = about or _about(folder)
         _add(engines, folder, record, place)
     if not engines and not failed:
@@ -90,7 +91,7 @@ def _table(place: Path) -> Table | None:
     found = {name: _summary(engine) for name, engine in engines.items()}
     rows = [row for name, engine in engines.items() for row in _rows(name, engine, found[name])]
     apart = (f"{name}: {note}" for name, cells in found.items() for note in pairing_notes(cells))
-    notes = [*_notes(about, engines), *apart]
+    notes = [*_notes(about, engines), *apart, *_unfinished(place)]
     reasons = [f"{e} {a}: {said[-1]} ({len(said)} x)" for (e, a), said in failed.items()]
     return Table(
         Kind.THROUGHPUT,
@@ -101,6 +102,24 @@ def _table(place: Path) -> Table | None:
         [*notes, f"measured in {seconds / 3600:.1f} h", *sorted(reasons)],
         {"task": "serving shapes", "model": place.name, "engine": "several"},
     )
+
+
+def _measured(path: Path) -> ServingFolder:
+    """Return the folder of a cell's measurement, beside those that only began with other code."""
+    folders = [
+        each for each in map(ServingFolder.read, serving_folders([path])) if each.measurements()
+    ]
+    if len(folders) != 1:
+        raise UsageError(f"{path} holds {len(folders)} folders of measurements, not one; remove it")
+    return folders[0]
+
+
+def _unfinished(place: Path) -> Iterator[str]:
+    """Name cells that were begun and have no record: whoever ends slow ones has a fast arm."""
+    begun = sorted(path.parent for path in place.glob("*/rep*/*/log.txt"))
+    said = ", ".join("/".join(p.parts[-3:]) for p in begun if not (p / CELL).is_file())
+    if said:
+        yield f"begun, and not there (running or interrupted): {said}"
 
 
 def _about(folder: ServingFolder) -> str:

@@ -111,7 +111,7 @@ if TYPE_CHECKING:
 )
 @opt.local(
     "--concurrency",
-    "Closed loop: sessions at once; repeatable.  [default: 8]",
+    "Closed loop: sessions at once; repeatable: an arm's best load is one of these.  [default: 8]",
     opt.POSITIVE,
     multiple=True,
 )

@@ -128,33 +128,50 @@ def exclusive(folder: Path) -> Iterator[None]:
 
     A PrerequisiteError that says who holds it if that takes `LOCK_S`: a stopped process may.
     """
-    path = folder / ".lock"
-    with writing(path):
-        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        with writing(path), _tolerate_unsupported():
-            _lock(fd, path)
-        yield
-    finally:
-        os.close(fd)
-
-
-def _lock(fd: int, path: Path) -> None:
-    end = time.monotonic() + LOCK_S
-    while True:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except BlockingIOError:
+    with _lock_file(folder) as (fd, path):
+        end = time.monotonic() + LOCK_S
+        while not _lock(fd, path):
             if time.monotonic() >= end:
                 raise LockedError(
                     f"{path} was held for {LOCK_S:g} s by {_signature(fd)}: let that process go on "
                     "(kill -CONT) or end it, then run the same command again"
-                ) from None
+                )
             time.sleep(_POLL_S)
+        yield
+
+
+@contextlib.contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Hold the folder's `.lock` for a whole command; a LockedError that names one that does."""
+    with _lock_file(folder) as (fd, path):
+        if not _lock(fd, path):
+            who = _signature(fd)
+            raise LockedError(f"{folder} is being written by {who}; wait for it or stop it")
+        yield
+
+
+@contextlib.contextmanager
+def _lock_file(folder: Path) -> Iterator[tuple[int, Path]]:
+    path = folder / ".lock"
+    with writing(path):
+        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        yield fd, path
+    finally:
+        os.close(fd)
+
+
+def _lock(fd: int, path: Path) -> bool:
+    """Lock an open file and sign it; return False if another process holds it."""
+    with writing(path), _tolerate_unsupported():
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
     with contextlib.suppress(OSError):  # on a full disk nobody is named, and that is all
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+    return True
 
 
 def _signature(fd: int) -> str:

@@ -20,6 +20,7 @@ from agentbench_kv.engines.base import Capability
 from agentbench_kv.engines.serving.engine import ServingEngine
 from agentbench_kv.errors import KVBenchError, UsageError
 from agentbench_kv.registry import load_engine, make_method
+from agentbench_kv.results.files import held
 from agentbench_kv.results.store import run_id
 from agentbench_kv.run.exact_calls import exact_calls
 from agentbench_kv.run.provenance import environment
@@ -79,12 +80,22 @@ def folder_of(plan: ServingPlan, out: Path) -> Path:
 def measure_serving(run: ServingRun, path: Path, told: Told) -> ServingSummary:
     """Measure what is missing of a plan or failed, write each as it ends, then the summary.
 
-    A KVBenchError if a server does not start or cannot be reached, or a session is longer than its
-    context.
+    A KVBenchError if a server does not start or cannot be reached, a session is longer than its
+    context, or another command is measuring into the folder.
     """
-    plan = run.plan
     here = environment()
-    folder = ServingFolder.create(path, plan, here)
+    folder = ServingFolder.create(path, run.plan, here)
+    with held(path):
+        _measure_missing(run, folder, here, told)
+        summary = summarize_serving(run.plan, folder.measurements(), folder.missing())
+        folder.write_summary(summary.model_dump(mode="json"))
+    return summary
+
+
+def _measure_missing(
+    run: ServingRun, folder: ServingFolder, here: Mapping[str, Any], told: Told
+) -> None:
+    plan = run.plan
     known = {measured.key: measured for measured in folder.measurements()}
     known = {key: measured for key, measured in known.items() if not measured.failed}
     judged = {each.arm for each in known.values() if each.quality and not each.quality.failed}
@@ -117,9 +128,6 @@ def measure_serving(run: ServingRun, path: Path, told: Told) -> ServingSummary:
                     if asked:
                         judged.add(arm.name)
                         _judge(run, server, folder, known, arm.name, repetition)
-    summary = summarize_serving(plan, folder.measurements(), folder.missing())
-    folder.write_summary(summary.model_dump(mode="json"))
-    return summary
 
 
 def _judge(

@@ -13,7 +13,7 @@ from typing import Any, Literal, Self, TypeVar
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError, model_validator
 
 from agentbench_kv.errors import UsageError
-from agentbench_kv.results.files import exclusive, json_bytes, write_atomic, writing
+from agentbench_kv.results.files import json_bytes, write_atomic, writing
 from agentbench_kv.results.tables.model import slug
 from agentbench_kv.results.validity import DEFAULT_INTERVAL
 
@@ -289,10 +289,9 @@ class ServingFolder:
         """Note that a measurement is begun; return how often it was, with this time."""
         name = _file_of(key)
         before = int((self.path / name).is_file())  # by a version that did not count
-        with exclusive(self.path):  # another command may measure into the folder
-            counts = self._attempts()
-            counts[name] = counts.get(name, before) + 1
-            write_atomic(self.path / _ATTEMPTS, json_bytes(counts, indent=2))
+        counts = self._attempts()
+        counts[name] = counts.get(name, before) + 1
+        write_atomic(self.path / _ATTEMPTS, json_bytes(counts, indent=2))
         return counts[name]
 
     def begun(self, repetition: int) -> int:

@@ -34,6 +34,7 @@ _KV = (
     "median_peak_bytes", "median_peak_live", "median_logical", "mean_decode_kv", "events",
     "prefill_tokens", "recomputed",
 )  # fmt: skip
+_SCHEDULE, _RATE = "schedule", "/s"  # in a load's label
 _ALIKE = 16  # tokens that a chat format and chance make the same in a prompt, a cache's page apart
 # Repetitions by shape, load and arm.
 Groups = Mapping[tuple[str, str, str], Sequence[LoadMeasurement]]
@@ -77,6 +78,7 @@ class BestLoad(BaseModel, frozen=True):
     goodput: Median | None = None
     ratios: dict[str, Median]
     again: int = 0  # repetitions that were begun more than once
+    end: str = ""  # of the arm's loads where another may be better: `lowest`, `highest` or `only`
 
 
 class ServingSummary(BaseModel, frozen=True):
@@ -229,9 +231,29 @@ def _best(cells: Sequence[ArmFigures], groups: Groups, by: str) -> list[BestLoad
             goodput=cell.figures.get(GOODPUT),
             ratios=_ratios(arm, runs[arm], bases),
             again=cell.again,
+            end=_end(cell.load, [each.load for each in cells if each.arm == arm]),
         )
         for arm, cell in fastest.items()
     ]
+
+
+def _end(load: str, tried: Sequence[str]) -> str:
+    """Return at which end of an arm's loads a load is; empty if no other can be better."""
+    if load == _SCHEDULE:
+        return ""
+    rate = load.endswith(_RATE)
+    sizes = sorted(
+        _size(each) for each in tried if each != _SCHEDULE and each.endswith(_RATE) == rate
+    )
+    if len(sizes) == 1:
+        return "only"
+    if _size(load) == sizes[-1]:
+        return "highest"
+    return "lowest" if _size(load) == sizes[0] and load != "c1" else ""
+
+
+def _size(load: str) -> float:
+    return float(load.removeprefix("c").removesuffix(_RATE))
 
 
 def _reasons(arm: ServingArm, runs: Sequence[LoadMeasurement], plan: ServingPlan) -> list[str]:

@@ -174,6 +174,7 @@ def _best_table(
     notes = [
         f"best load: highest median {by} of those without a failed request; ratios, of output "
         "tok/s, pair repetitions",
+        *_ends(best),
         *_few(best),
         *_begun_again(best),
         *missing,
@@ -281,6 +282,12 @@ def pairing_notes(cells: Sequence[ArmFigures]) -> list[str]:
             "looks like a difference"
         )
     return [*notes, *_begun_again(cells)]
+
+
+def _ends(best: Sequence[BestLoad]) -> list[str]:
+    """Name arms that may have a better load than was tried."""
+    said = ", ".join(f"{each.arm} ({each.load}, the {each.end})" for each in best if each.end)
+    return [f"best at the end of the loads tried, so another may be better: {said}"] * bool(said)
 
 
 def _begun_again(known: Sequence[ArmFigures | BestLoad]) -> list[str]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from agentbench_kv.budget import Budget
 from agentbench_kv.cli import kvbench
 from agentbench_kv.engines.embedded.model import model_path
 from agentbench_kv.errors import KVBenchError, PrerequisiteError, UsageError
+from agentbench_kv.results.files import LockedError
 from agentbench_kv.serving_bench import bench
 from agentbench_kv.serving_bench.arms import engine_arms, url_arms
 from agentbench_kv.serving_bench.bench import ServingRun, measure_serving, rotated
@@ -279,13 +280,24 @@ def test_counts_that_are_none_are_one_line(fake: Fake, tmp_path: Path, text: str
     assert fake.jobs == []
 
 
-@pytest.mark.usefixtures("fake")
-def test_two_commands_on_one_folder_lose_no_count(tmp_path: Path) -> None:
-    measure(make_run(repeats=1), tmp_path)
-    folders = [ServingFolder.read(tmp_path) for _ in range(4)]
-    with ThreadPoolExecutor(4) as pool:
-        told = list(pool.map(lambda n: folders[n % 4].begin(("full", "100/10", "s", 8)), range(40)))
-    assert sorted(told) == list(range(1, 41))
+def test_a_second_command_on_a_folder_is_refused(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It would disturb what the first measures, and could send a server by URL what it knows."""
+    run = make_run(repeats=1)
+    refused = []
+
+    def meanwhile(*job: Any) -> JobResult:
+        with pytest.raises(LockedError, match=rf"{tmp_path} is being written by pid {os.getpid()}"):
+            measure(run, tmp_path)
+        refused.append((tmp_path / "attempts.json").read_text())
+        return fake.measure(*job)
+
+    monkeypatch.setattr(bench, "measure_apart", meanwhile)
+    measure(run, tmp_path)
+    assert len(refused) == len(fake.jobs) == 12
+    assert begun_again(tmp_path) == []
+    assert len(measure(run, tmp_path)) == 12  # the first has let go
 
 
 def test_what_servers_by_url_may_know_is_never_sent_again(fake: Fake, tmp_path: Path) -> None:

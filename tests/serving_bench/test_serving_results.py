@@ -65,7 +65,7 @@ def measurement(
         "backend": "vllm/gateway",
         "model_id": "Qwen3-8B",
         "num_prompts": 16,
-        "max_concurrency": int(load[1:]),
+        "max_concurrency": int(load[1:]) if load.startswith("c") else None,
         "request_rate": "inf",
         "figures": {**figures, **changes.pop("figures", {})},
         "kv": KV if arm.startswith("agentkv") else None,
@@ -124,6 +124,34 @@ def test_the_best_load_of_each_arm_is_compared_with_the_best_of_the_base() -> No
     assert best["full"].ratios == {}
     ratios = [200 / 100, 300 / 200, 600 / 300]
     assert best["agentkv 4096"].ratios["full"].point == pytest.approx(np.median(ratios))
+
+
+@pytest.mark.parametrize(
+    ("speeds", "told"),
+    [
+        ({"c8": 1.0}, "full (c8, the only)"),
+        ({"c8": 2.0, "c16": 1.0}, "full (c8, the lowest)"),
+        ({"c1": 2.0, "c16": 1.0}, None),  # there is no lower one
+        ({"c8": 1.0, "c16": 2.0, "c100": 3.0}, "full (c100, the highest)"),
+        ({"c8": 1.0, "c16": 2.0, "c100": 1.5}, None),
+        ({"c8": 1.0, "c16": 2.0, "c100": 0.0}, None),  # more was tried, and failed
+        ({"c8": 1.0, "2/s": 2.0, "0.5/s": 1.0}, "full (2/s, the highest)"),
+        ({"schedule": 1.0}, None),
+    ],
+)
+def test_a_best_load_at_the_end_of_those_tried_is_named(
+    speeds: dict[str, float], told: str | None
+) -> None:
+    """With the wrong loads alone, an arm looks worse than it is."""
+    runs = [
+        measurement("full", load, 0, speed, figures={"failed": int(not speed)})
+        for load, speed in speeds.items()
+    ]
+    _, best = summary_tables(summary(runs, loads=list(speeds)))
+    notes = [note for note in best.notes if "another may be better" in note]
+    assert notes == (
+        [f"best at the end of the loads tried, so another may be better: {told}"] if told else []
+    )
 
 
 def test_a_cell_with_failures_is_not_ranked_and_never_the_best() -> None:

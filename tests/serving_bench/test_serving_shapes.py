@@ -167,17 +167,42 @@ def test_what_was_measured_is_not_measured_again(tmp_path: Path, fake: list[list
     assert json.loads(record.read_text())["error"] == "no!"
 
 
-def test_an_interrupted_cell_leaves_no_record(
+def test_an_interrupted_cell_leaves_no_record_but_what_it_began(
     tmp_path: Path, fake: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Whoever ends slow repetitions has a fast arm: `kvbench` counts them in the cell's folder."""
+
     def interrupted(*_: Any) -> int:
         monkeypatch.undo()  # what stops the process waits for it, too
         raise KeyboardInterrupt
 
+    place = tmp_path / "micro-700"
+    begun = place / "embedded/rep01/full/run"
+    plan = serving_plan("full")
+    folder = ServingFolder.create(begun, plan, {})
+    folder.begin(("full", "t", "c2", 0))
     monkeypatch.setattr(shapes.subprocess.Popen, "wait", interrupted)
     assert shapes.main(words(tmp_path, "--repeats", "1")) == 130
     assert not list(tmp_path.glob(f"**/{CELL}"))
     assert len(fake) == 1
+    assert folder.begin(("full", "t", "c2", 0)) == 2
+    record(place, "full@prefix", 0, 10.0, 800)
+    (found,) = shapes_tables(tmp_path)
+    told = "begun, and not there (running or interrupted): embedded/rep01/full"
+    assert told in found.notes
+
+
+def test_a_cell_that_was_begun_twice_is_named(tmp_path: Path) -> None:
+    place = tmp_path / "micro-700"
+    record(place, "full", 0, 10.0, 800, begun=2)
+    (place / TRACE).write_text("")
+    ServingFolder.create(place / "embedded/rep01/full/other", serving_plan("full", seed=1), {})
+    (found,) = shapes_tables(tmp_path)
+    (note,) = (note for note in found.notes if "begun more than once" in note)
+    assert "full c2 (1 of 1)" in note
+    record(place, "full", 0, 10.0, 800, run="other", seed=1)
+    with pytest.raises(UsageError, match="rep01/full holds 2 folders of measurements, not one"):
+        shapes_tables(tmp_path)
 
 
 def test_a_measurement_that_ignores_ctrl_c_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,17 +271,29 @@ def test_the_machine_is_measured_as_cells_are(
 LIMIT = {"name": "m", "gb_per_s": 10.0, "tflops": {"float32": 1000.0}, "source": "a test"}
 
 
+def serving_plan(arm: str, seed: int = 0) -> ServingPlan:
+    return ServingPlan(
+        engine="embedded", model="micro", dtype="float32", arms=[ServingArm(name=arm, method=arm)],
+        shapes=["t"], loads=["c2"], turns=0, tool_tokens=0, think_time_s=0.0, sessions=2, warmup=0,
+        repeats=1, seed=seed,
+    )  # fmt: skip
+
+
 def record(
-    place: Path, arm: str, number: int, speed: float, live: int, code: str | None = None
+    place: Path,
+    arm: str,
+    number: int,
+    speed: float,
+    live: int,
+    code: str | None = None,
+    *,
+    begun: int = 1,
+    run: str = "run",
+    seed: int = 0,
 ) -> None:
     """Write what a cell leaves behind."""
     here = {"hardware": {"cpu": "a processor"}, "git_commit": "a" * 40, "code_sha": code}
     folder = place / "embedded" / f"rep{number + 1:02d}" / arm
-    plan = ServingPlan(
-        engine="embedded", model="micro", dtype="float32", arms=[ServingArm(name=arm, method=arm)],
-        shapes=["t"], loads=["c2"], turns=0, tool_tokens=0, think_time_s=0.0, sessions=2, warmup=0,
-        repeats=1, seed=0,
-    )  # fmt: skip
     figures = {
         "output_throughput": speed, "failed": 0, "completed": 6, "median_tpot_ms": 1000 / speed,
         "mean_concurrent_decodes": 2.0, "median_ttft_first_ms": 3000.0,
@@ -267,13 +304,14 @@ def record(
         "mean_decode_kv": live, "events": 1, "session_resets": 0, "max_over_budget": 0,
         "bytes_read": 2_000_000 * live, "decode_tokens": 2,
     }  # fmt: skip
-    ServingFolder.create(folder / "run", plan, here).add(
+    ServingFolder.create(folder / run, serving_plan(arm, seed), here).add(
         LoadMeasurement(
             arm=arm,
             shape="t",
             load="c2",
             repetition=0,
             place=0,
+            begun=begun,
             date="",
             backend="",
             model_id="",
