@@ -78,7 +78,7 @@ class BestLoad(BaseModel, frozen=True):
     goodput: Median | None = None
     ratios: dict[str, Median]
     again: int = 0  # repetitions that were begun more than once
-    end: str = ""  # of the arm's loads where another may be better: `lowest`, `highest` or `only`
+    end: str = ""  # of the arm's loads, if it is at one: `lowest`, `highest` or `only one`
 
 
 class ServingSummary(BaseModel, frozen=True):
@@ -246,7 +246,7 @@ def _end(load: str, tried: Sequence[str]) -> str:
         _size(each) for each in tried if each != _SCHEDULE and each.endswith(_RATE) == rate
     )
     if len(sizes) == 1:
-        return "only"
+        return "only one"
     if _size(load) == sizes[-1]:
         return "highest"
     return "lowest" if _size(load) == sizes[0] and load != "c1" else ""

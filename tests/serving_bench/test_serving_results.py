@@ -129,7 +129,7 @@ def test_the_best_load_of_each_arm_is_compared_with_the_best_of_the_base() -> No
 @pytest.mark.parametrize(
     ("speeds", "told"),
     [
-        ({"c8": 1.0}, "full (c8, the only)"),
+        ({"c8": 1.0}, "full (c8, the only one)"),
         ({"c8": 2.0, "c16": 1.0}, "full (c8, the lowest)"),
         ({"c1": 2.0, "c16": 1.0}, None),  # there is no lower one
         ({"c8": 1.0, "c16": 2.0, "c100": 3.0}, "full (c100, the highest)"),
