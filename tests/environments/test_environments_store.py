@@ -7,7 +7,9 @@ import re
 import shutil
 import socket
 import sys
+import sysconfig
 import threading
+import venv
 import zipfile
 from pathlib import Path
 
@@ -72,8 +74,11 @@ def no_building(monkeypatch):
 def pretend_ready(profile):
     """Put in place what a finished build leaves, with this interpreter."""
     folder = locations.folder_of(profile)
-    (folder / "bin").mkdir(parents=True)
-    (folder / "bin" / "python").symlink_to(sys.executable)
+    # A real one: pip refuses to install for a distribution's own Python (PEP 668).
+    venv.create(folder, symlinks=True)
+    places = {"base": str(folder), "platbase": str(folder)}
+    own = Path(sysconfig.get_path("purelib", "venv", places))
+    (own / "here.pth").write_text(sysconfig.get_path("purelib"))  # pip, and kvbench
     build._write_marker(profile, folder, HERE)
     return folder
 
