@@ -332,7 +332,7 @@ def _plan(
 
 
 def _tell(plan: ServingPlan, measured: LoadMeasurement, before: bool) -> None:
-    from agentbench_kv.serving_bench.summary import GOODPUT
+    from agentbench_kv.serving_bench.measurements import GOODPUT
 
     figures = measured.figures
     head = f"{measured.repetition + 1}/{plan.repeats} {measured.arm}, {measured.shape}"

@@ -161,6 +161,8 @@ class Generation(ABC):
     last_token_s: float | None = None
     logprobs: Sequence[TokenLogprob] = ()  # of the tokens so far, where they were asked for
     best: Sequence[int] = ()  # of given tokens that were to be predicted: the model's own best
+    # Prompt tokens found in a server's prefix cache, other sessions' included; None: not told.
+    cached_tokens: int | None = None
 
     @abstractmethod
     def __iter__(self) -> Iterator[int]:
@@ -433,7 +435,10 @@ class Engine(ABC):
         return None
 
     def drop_prefixes(self) -> None:
-        """Drop the shared prefixes that no session reads; an engine without them has none."""
+        """Drop the shared prefixes that no session reads, a server's own prefix cache included.
+
+        An engine without any has nothing to drop. KVBenchError if a server keeps it.
+        """
         return
 
     def progress(self) -> int | None:

@@ -243,7 +243,7 @@ class Turn:
             turn=len(session.turns),
             prompt_tokens=self._base + len(self.plan.ids),
             output_tokens=len(self._output),
-            cached_tokens=cached(self._base, before, after),
+            cached_tokens=self._cached(before, after),
             phases=count_phases(session.phases[self._base :]),
             live_before=before.live,
             live_after=after.live,
@@ -259,6 +259,13 @@ class Turn:
             unparsable=self.reader.unparsable,
             unread_syntax=self._unread_syntax(),
         )
+
+    def _cached(self, before: KVStats, after: KVStats) -> int:
+        """Return how many tokens of the prompt nobody had to compute: a server may say it."""
+        told = None if self._generation is None else self._generation.cached_tokens
+        if told is None:
+            return cached(self._base, before, after)
+        return min(told, self._base + len(self.plan.ids))
 
     def _unread_syntax(self) -> str:
         if self.reader.tool_calls:

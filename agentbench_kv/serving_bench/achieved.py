@@ -118,11 +118,17 @@ def _run(run: RunReader) -> Achieved:
         step_s=mean([record.timing.tpot_ms or 0.0 for record in records]) / 1e3,
         dtype=info.spec.get("dtype"),
         kv_dtype=_width(str(info.spec.get("kv_dtype") or "")),
-        read=sum(record.kv.bytes_read for record in records) / sum(tokens),
+        read=_read(records),
         model=str(info.spec.get("model")),
         hardware=info.provenance.get("hardware") or {},
         assumed="sessions in a step: the mean of trials at once" * (concurrency > 1),
     )
+
+
+def _read(records: Sequence[TrialRecord]) -> float | None:
+    """Return bytes that a decode step read; the first token of an answer comes from its prefill."""
+    steps = sum(record.kv.decode_tokens - record.usage.requests for record in records)
+    return sum(record.kv.bytes_read for record in records) / steps if steps > 0 else None
 
 
 def _mean_seen(record: TrialRecord) -> float:

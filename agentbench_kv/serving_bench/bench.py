@@ -259,6 +259,8 @@ def _measure(
         request_rate=load.rate or "inf",
         server=server.about,
         pool_bytes=pool.peak,
+        prefixes_kept=pool.kept,
+        restarts=pool.restarts,
         random_prompts=not any(call.ids for session in sessions for call in session.calls),
         **msgspec.structs.asdict(result) | {"requests": details if run.detailed else None},
     )

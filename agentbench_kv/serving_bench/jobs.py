@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_left, insort
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import Annotated, Self
 
 import msgspec
@@ -118,13 +119,14 @@ class TraceSession(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
 def prefix_hits(sessions: Sequence[TraceSession]) -> int:
     """Return the prompt tokens that an endless prefix cache would hold: an upper bound.
 
-    A call finds its session's history, and a session's first prompt the longest beginning that it
-    has in common with a session before it.
+    A call finds its session's history, and a session what it has in common with one before it:
+    shared pieces or the beginning of its recorded prompts, later ones as if the answers before
+    them were alike, too.
     """
     known: list[list[Piece]] = []
     hits = 0
     for session in sessions:
-        pieces = session.shared or [(str(token), 1) for token in session.calls[0].ids]
+        pieces = session.shared or _recorded(session)
         at = bisect_left(known, pieces)
         # In sorted order, nobody has more in common with it than a neighbour.
         hits += max((_common(pieces, other) for other in known[max(at - 1, 0) : at + 1]), default=0)
@@ -133,6 +135,13 @@ def prefix_hits(sessions: Sequence[TraceSession]) -> int:
             known_of = prompt - call.again - call.new_tokens
             hits += session.shared_tokens if call.fresh else known_of
     return hits
+
+
+def _recorded(session: TraceSession) -> list[Piece]:
+    """Return the tokens that a session's calls add, one after the other, while they are known."""
+    calls = takewhile(lambda call: call.ids and call.keep is None, session.calls)
+    # Answers are not known: a piece without tokens stands for one.
+    return [piece for call in calls for piece in [*((str(each), 1) for each in call.ids), ("", 0)]]
 
 
 def _common(one: Sequence[Piece], other: Sequence[Piece]) -> int:

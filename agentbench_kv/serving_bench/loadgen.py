@@ -113,9 +113,11 @@ async def play(job: LoadJob, warmed: Warmed = lambda: None) -> PlayedJob:
     async with endpoints.open_client() as client:
         player = Player(client, job)
         cycle = [job.sessions[at % len(job.sessions)] for at in range(load.warmup)]
-        warm_up = _sessions(job, player, job.seed + _WARMUP_SEED, cycle)
-        measured = _sessions(job, player, job.seed, job.sessions)
-        warm = await _closed(partial(warm_up, lambda _: 0.0), load.warmup, load.at_once)
+        # No prefix cache is to know what is measured.
+        warm = Speaker(job.vocabulary, job.seed + _WARMUP_SEED, anew=True)
+        warm_up = _sessions(player, warm, cycle)
+        measured = _sessions(player, Speaker(job.vocabulary, job.seed), job.sessions)
+        first = await _closed(partial(warm_up, lambda _: 0.0), load.warmup, load.at_once)
         warmed()
         began = time.perf_counter()
         if load.fixed_schedule:
@@ -131,7 +133,7 @@ async def play(job: LoadJob, warmed: Warmed = lambda: None) -> PlayedJob:
                 turns = await _open(paced, poisson(load.rate, load.sessions, job.seed), began)
     for turn in turns:
         turn.start -= began
-    errors = [turn.error for turn in warm if turn.error]
+    errors = [turn.error for turn in first if turn.error]
     return PlayedJob(turns, max((turn.end for turn in turns), default=0.0), errors)
 
 
@@ -150,10 +152,9 @@ def on_clock(zero: float, scale: float) -> Due:
 
 
 def _sessions(
-    job: LoadJob, player: Player, seed: int, sessions: Sequence[TraceSession]
+    player: Player, speaker: Speaker, sessions: Sequence[TraceSession]
 ) -> Callable[[Due, int], Awaitable[list[TimedTurn]]]:
     """Write all prompts now, before any clock starts; return what plays a session."""
-    speaker = Speaker(job.vocabulary, seed)
     prompts = [speaker.prompts(number, session) for number, session in enumerate(sessions)]
     name = f"bench-{uuid.uuid4().hex[:12]}"  # the same server may serve several jobs
 

@@ -20,6 +20,8 @@ from agentbench_kv.results.validity import DEFAULT_INTERVAL
 PLAN = "serving.json"
 SUMMARY = "summary.json"
 _ATTEMPTS = "attempts.json"
+SPEED = "output_throughput"
+GOODPUT = "request_goodput"
 
 _RARE = (
     "trace",
@@ -32,10 +34,11 @@ _RARE = (
 )  # later than the first plans, whose folders keep names
 _RATES = {
     "request_throughput": ("completed",),
-    "output_throughput": ("total_output_tokens",),
+    SPEED: ("total_output_tokens",),
     "total_token_throughput": ("total_input_tokens", "total_output_tokens"),
 }
-_NEEDED = ("failed", "output_throughput")
+_ROUNDING = 1e-6
+_NEEDED = ("failed", SPEED)
 _COUNTS = TypeAdapter(dict[str, int])
 Parsed = TypeVar("Parsed")
 Key = tuple[str, str, str, int]  # a measurement's arm, shape, load and repetition
@@ -182,6 +185,8 @@ class LoadMeasurement(BaseModel, frozen=True, extra="forbid"):
     quality: Quality | None = None  # of the arm, in one of its measurements
     requests: list[dict[str, Any]] | None = None
     random_prompts: bool | None = None  # drawn anew, so that no cache can know them
+    prefixes_kept: str = ""  # why the server's prefix cache was not emptied before
+    restarts: int = 0  # how often the backend died meanwhile and was started again
     provenance: dict[str, Any] = Field(default_factory=dict)  # versions and hardware
 
     @property
@@ -238,11 +243,21 @@ def _rates(figures: Mapping[str, float]) -> dict[str, float]:
     }
 
 
+def _is_whole(figures: Mapping[str, float]) -> bool:
+    """Whether the good requests that a file tells of by their rate can be counted."""
+    good = figures.get(GOODPUT, 0.0) * figures.get("duration", 0.0)
+    return abs(good - round(good)) < _ROUNDING * max(1.0, good)
+
+
 def read_per_token(measured: LoadMeasurement) -> float | None:
-    """Return bytes of keys and values that a decoded token's attention read; None if not known."""
+    """Return bytes of keys and values that a decode step read for a session; None if not known.
+
+    The first token of every answer comes from its prefill.
+    """
     account = measured.kv or {}
-    read, tokens = account.get("bytes_read"), account.get("decode_tokens")
-    return read / tokens if read and tokens else None
+    read = account.get("bytes_read")
+    steps = account.get("decode_tokens", 0) - measured.figures.get("completed", 0)
+    return read / steps if read and steps > 0 else None
 
 
 class ServingFolder:
@@ -333,8 +348,14 @@ class ServingFolder:
             raise UsageError(
                 f"{path}: repetition {found.repetition + 1} of {self.plan.repeats}; remove it"
             )
-        if lacking := [name for name in _NEEDED if name not in found.figures]:
+        needed = (*_NEEDED, *[GOODPUT] * bool(self.plan.goodput))
+        if lacking := [name for name in needed if name not in found.figures]:
             raise UsageError(f"{path} has no {', '.join(lacking)}; remove it and measure it again")
+        if not _is_whole(found.figures):
+            raise UsageError(
+                f"{path}: {GOODPUT} and duration make no whole number of requests, so one of them "
+                "was changed; remove it and measure it again"
+            )
         if found.provenance:
             return found
         return found.model_copy(update={"provenance": self.provenance})

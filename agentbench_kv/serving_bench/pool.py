@@ -1,4 +1,4 @@
-"""How much of an engine's KV memory sessions took up at the most while they were measured."""
+"""What an engine says while it is measured: the most KV memory in use, and its restarts."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Self
 
 from agentbench_kv.engines.base import Engine
+from agentbench_kv.engines.serving.engine import ServingEngine
 from agentbench_kv.errors import KVBenchError
 
 _EVERY_S = 0.25
@@ -22,7 +23,10 @@ class PoolWatch:
 
     def __init__(self, engine: Engine | None, every_s: float = _EVERY_S) -> None:
         self.peak: int | None = None
+        self.kept = ""  # why prefixes of before are still there
+        self.restarts = 0  # of its backend, which died meanwhile
         self._engine = engine
+        self._before = 0
         self._every_s = every_s
         self._over = Event()
         self._thread = Thread(target=self._watch, daemon=True)
@@ -33,9 +37,12 @@ class PoolWatch:
     def begin(self) -> None:
         """Drop the prefixes that nobody reads; what came before does not count."""
         if self._engine is not None:
-            with suppress(KVBenchError, OSError):
+            try:
                 self._engine.drop_prefixes()
+            except (KVBenchError, OSError) as error:
+                self.kept = " ".join(str(error).split()) or type(error).__name__
         self._ask()
+        self._before = self._restarts()
         self._thread.start()
 
     def __exit__(
@@ -49,6 +56,10 @@ class PoolWatch:
         self._over.set()
         self._thread.join()
         self._note(self._ask())
+        self.restarts = self._restarts() - self._before
+
+    def _restarts(self) -> int:
+        return self._engine.restarts if isinstance(self._engine, ServingEngine) else 0
 
     def _watch(self) -> None:
         while not self._over.wait(self._every_s):

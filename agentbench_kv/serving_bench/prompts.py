@@ -9,7 +9,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from agentbench_kv.errors import PrerequisiteError
-from agentbench_kv.serving_bench.jobs import Frames, TraceSession, Vocabulary
+from agentbench_kv.serving_bench.jobs import Frames, TraceCall, TraceSession, Vocabulary
 
 _THOUGHT, _CALL, _RESPONSE = 96, 32, 256  # tokens of a thought, a call and a tool's answer
 _CHATML = "<|im_start|>"
@@ -31,16 +31,19 @@ def read_vocabulary(folder: Path) -> Vocabulary:
 class Speaker:
     """Writes the prompts of sessions.
 
+    `anew` draws recorded ids, too: others in the same number.
+
     With the frames of a chat format, the first prompt is a user's message and as many rounds of
     thought, call and tool answer as fit, and ends where the assistant starts to think; later turns
     end the thought with a call and bring the tool's answer. So a method that tells phases apart
     has every phase to work with. Without frames, or where they do not fit, all ids are random.
     """
 
-    def __init__(self, vocabulary: Vocabulary, seed: int) -> None:
+    def __init__(self, vocabulary: Vocabulary, seed: int, *, anew: bool = False) -> None:
         self._ids = np.setdiff1d(np.arange(vocabulary.size), vocabulary.special)
         self._frames = vocabulary.frames
         self._seed = seed
+        self._anew = anew
 
     def prompts(self, number: int, session: TraceSession) -> list[list[int]]:
         """Return the new ids of every call of a session: lengths are exactly the session's.
@@ -50,14 +53,19 @@ class Speaker:
         draw = np.random.default_rng([self._seed, number])
         first, *later = session.calls
         shared, own = self._shared(session), first.new_tokens - session.shared_tokens
-        found = [first.ids or [*shared, *self._first(draw, own)]]
+        found = [self._given(first, draw) or [*shared, *self._first(draw, own)]]
         for call, prompt in zip(later, session.prompts[1:], strict=True):
             history = []
             if call.fresh:
                 held = prompt - call.new_tokens - len(shared)
                 history = [*shared, *self._first(draw, held)]
-            found.append([*history, *(call.ids or self._later(draw, call.new_tokens))])
+            new = self._given(call, draw) or self._later(draw, call.new_tokens)
+            found.append([*history, *new])
         return found
+
+    def _given(self, call: TraceCall, draw: np.random.Generator) -> list[int]:
+        """Return a call's recorded ids; none if it has none."""
+        return self._random(draw, len(call.ids)) if self._anew and call.ids else call.ids
 
     def _shared(self, session: TraceSession) -> list[int]:
         """Return the shared pieces, which have the same ids in every session."""

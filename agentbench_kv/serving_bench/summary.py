@@ -18,6 +18,8 @@ from pydantic import BaseModel
 from agentbench_kv.errors import UsageError
 from agentbench_kv.results.stats import Median, median
 from agentbench_kv.serving_bench.measurements import (
+    GOODPUT,
+    SPEED,
     LoadMeasurement,
     Quality,
     ServingArm,
@@ -28,8 +30,6 @@ from agentbench_kv.serving_bench.measurements import (
 
 STANDARD = ("full", "full-constrained")  # arms of every plan that does not leave them out
 BASES = (*STANDARD, "full@prefix")  # arms that the others are compared with
-SPEED = "output_throughput"
-GOODPUT = "request_goodput"
 _KV = (
     "median_peak_bytes", "median_peak_live", "median_logical", "mean_decode_kv", "events",
     "prefill_tokens", "recomputed",
@@ -105,7 +105,7 @@ def summarize_serving(
         for load, arm in product(plan.loads, plan.arms):
             if runs := groups.get((shape, load, arm.name)):
                 bases = {base: groups.get((shape, load, base), []) for base in BASES}
-                made.append(_arm_figures(plan, arm, runs, bases, quality.get(arm.name)))
+                made.append(_arm_figures(arm, runs, bases, quality.get(arm.name)))
         cells += made
         best += _best(made, groups, GOODPUT if plan.goodput else SPEED)
     return ServingSummary(plan=plan, cells=cells, best=best, missing=list(missing))
@@ -127,7 +127,6 @@ def _qualities(measured: Iterable[LoadMeasurement]) -> dict[str, Quality]:
 
 
 def _arm_figures(
-    plan: ServingPlan,
     arm: ServingArm,
     runs: Sequence[LoadMeasurement],
     bases: Mapping[str, Sequence[LoadMeasurement]],
@@ -148,7 +147,7 @@ def _arm_figures(
         apart_h=_apart_h(runs, bases),
         again=sum(run.begun > 1 for run in runs),
         kv=kv,
-        reasons=_reasons(arm, runs, plan),
+        reasons=_reasons(arm, runs),
         quality=quality,
         origins=sorted({run.origin for run in runs}),
         model_runner=str(runs[0].server.get("model_runner", "")),
@@ -216,11 +215,12 @@ def _best(cells: Sequence[ArmFigures], groups: Groups, by: str) -> list[BestLoad
     fastest: dict[str, ArmFigures] = {}
     for cell in cells:
         held = fastest.get(cell.arm)
-        if cell.reasons or (held and cell.figures[by].point <= held.figures[by].point):
+        if cell.reasons or (held and _worth(cell, by) <= _worth(held, by)):
             continue
         fastest[cell.arm] = cell
     runs = {arm: groups[cell.shape, cell.load, arm] for arm, cell in fastest.items()}
-    bases = {base: runs[base] for base in BASES if base in runs}
+    # Who has no good request at any load has no best one to be compared at.
+    bases = {base: runs[base] for base in BASES if base in runs and _worth(fastest[base], by)[0]}
     return [
         BestLoad(
             arm=arm,
@@ -229,12 +229,17 @@ def _best(cells: Sequence[ArmFigures], groups: Groups, by: str) -> list[BestLoad
             repetitions=cell.repetitions,
             speed=cell.figures[SPEED],
             goodput=cell.figures.get(GOODPUT),
-            ratios=_ratios(arm, runs[arm], bases),
+            ratios=_ratios(arm, runs[arm], bases) if _worth(cell, by)[0] else {},
             again=cell.again,
             end=_end(cell.load, [each.load for each in cells if each.arm == arm]),
         )
         for arm, cell in fastest.items()
     ]
+
+
+def _worth(cell: ArmFigures, by: str) -> tuple[float, float]:
+    """Return what loads are ordered by; alike ones by their output."""
+    return cell.figures[by].point, cell.figures[SPEED].point
 
 
 def _end(load: str, tried: Sequence[str]) -> str:
@@ -256,7 +261,7 @@ def _size(load: str) -> float:
     return float(load.removeprefix("c").removesuffix(_RATE))
 
 
-def _reasons(arm: ServingArm, runs: Sequence[LoadMeasurement], plan: ServingPlan) -> list[str]:
+def _reasons(arm: ServingArm, runs: Sequence[LoadMeasurement]) -> list[str]:
     reasons = []
     if failed := sum(run.failed for run in runs):
         sent = failed + sum(int(run.figures.get("completed", 0)) for run in runs)
@@ -264,8 +269,11 @@ def _reasons(arm: ServingArm, runs: Sequence[LoadMeasurement], plan: ServingPlan
         reasons.append(f"{failed} of {sent} requests failed: {said}")
     if resets := sum(int((run.kv or {}).get("session_resets", 0)) for run in runs):
         reasons.append(f"{resets} session resets: prompts were prefilled again")
-    drawn = [run for run in runs if _are_random(run, plan)]
-    if known := max(map(_known_before, drawn), default=0.0):
+    if restarts := sum(run.restarts for run in runs):
+        reasons.append(f"the backend died and was started again, {restarts} times in all")
+    if kept := next((run.prefixes_kept for run in runs if run.prefixes_kept), ""):
+        reasons.append(f"the prefix cache was not emptied before: {kept}")
+    if known := max(map(_known_before, runs)):
         reasons.append(
             f"{known:.0%} of the prompt tokens were cached beyond what one measurement makes: the "
             "server knew its prompts; start it anew"
@@ -275,13 +283,8 @@ def _reasons(arm: ServingArm, runs: Sequence[LoadMeasurement], plan: ServingPlan
     return reasons
 
 
-def _are_random(run: LoadMeasurement, plan: ServingPlan) -> bool:
-    """Whether prompts were drawn; where nothing says so, those of a trace may be recorded ones."""
-    return plan.trace is None if run.random_prompts is None else run.random_prompts
-
-
 def _known_before(run: LoadMeasurement) -> float:
-    """Return the share of random prompts that a server cannot have cached in a measurement."""
+    """Return the share of the prompts that a server cannot have cached in a measurement."""
     figures = run.figures
     if run.failed or "prefix_hit_rate" not in figures or "prefix_hit_bound" not in figures:
         return 0.0

@@ -9,11 +9,15 @@ from agentbench_kv.results.papers import PublishedFigure, figures
 from agentbench_kv.results.stats import REPETITIONS, Median, Scores, level
 from agentbench_kv.results.tables.costs import runner_notes
 from agentbench_kv.results.tables.model import Cell, Column, Kind, Row, Table, Unit, slug
-from agentbench_kv.serving_bench.measurements import Quality, ServingFolder, ServingPlan
-from agentbench_kv.serving_bench.summary import (
-    BASES,
+from agentbench_kv.serving_bench.measurements import (
     GOODPUT,
     SPEED,
+    Quality,
+    ServingFolder,
+    ServingPlan,
+)
+from agentbench_kv.serving_bench.summary import (
+    BASES,
     ArmFigures,
     BestLoad,
     ServingSummary,

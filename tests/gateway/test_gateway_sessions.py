@@ -555,6 +555,28 @@ def test_the_log_is_what_the_engine_was_given_and_generated(
         history.append(result.message)
 
 
+def test_a_server_says_itself_what_it_had_cached(
+    gateway_of: GatewayOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of other sessions, too, and of this one only what it still had."""
+    gateway = gateway_of("one", "two", "three")
+    generate, told = gateway.engine.generate, iter([3, 2, 10**6])
+
+    def saying(*given: Any) -> Generation:
+        generation = generate(*given)
+        generation.cached_tokens = next(told)
+        return generation
+
+    monkeypatch.setattr(gateway.engine, "generate", saying)
+    history: list[dict[str, Any]] = list(USER)
+    found = []
+    for _ in range(3):
+        result = gateway.chat("s", history)
+        found.append(result.turn.cached_tokens)
+        history += [result.message, USER[0]]
+    assert found == [3, 2, result.turn.prompt_tokens]
+
+
 def test_cached_tokens_are_those_that_nobody_had_to_compute() -> None:
     """Of a server whose pool is full its cache has dropped some, and `prefix hits` counted them."""
     before = KVStats(recomputed=5)

@@ -79,7 +79,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 class NoPool:
-    peak = None
+    peak, kept, restarts = None, "", 0
 
     def __enter__(self) -> NoPool:
         return self

@@ -14,6 +14,7 @@ from agentbench_kv.conformance.reference import tiny_model
 from agentbench_kv.engines.base import EngineOptions, Sampling
 from agentbench_kv.engines.embedded.engine import EmbeddedEngine
 from agentbench_kv.engines.embedded.slots import SMALLEST
+from agentbench_kv.engines.serving.engine import ServingEngine
 from agentbench_kv.errors import KVBenchError
 from agentbench_kv.phases import TokenPhases
 from agentbench_kv.registry import make_method
@@ -68,6 +69,27 @@ def test_a_measurement_that_never_began_has_no_peak() -> None:
     with PoolWatch(engine_that_says([90, 40])) as watch:
         pass
     assert watch.peak is None
+
+
+def test_a_cache_that_was_not_emptied_is_told() -> None:
+    def keep() -> None:
+        raise KVBenchError("it kept\nits cache")
+
+    engine = SimpleNamespace(pool_peak=lambda: None, drop_prefixes=keep)
+    with PoolWatch(engine, every_s=60) as watch:  # type: ignore[arg-type]
+        watch.begin()
+    assert (watch.kept, watch.restarts) == ("it kept its cache", 0)
+
+
+def test_restarts_since_the_warm_up_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine: Any = ServingEngine.__new__(ServingEngine)
+    engine._backend = SimpleNamespace(restarts=1)  # in the warm-up
+    monkeypatch.setattr(ServingEngine, "pool_peak", lambda _: None)
+    monkeypatch.setattr(ServingEngine, "drop_prefixes", lambda _: None)
+    with PoolWatch(engine, every_s=60) as watch:
+        watch.begin()
+        engine._backend.restarts = 3
+    assert watch.restarts == 2
 
 
 def test_prefixes_of_measurements_before_are_dropped_first() -> None:

@@ -255,6 +255,8 @@ def changed_file(folder: ServingFolder, **changes: Any) -> Path:
     [
         ({"failed": None}, "has no failed"),
         ({"output_throughput": None}, "has no output_throughput"),
+        ({"request_goodput": None}, "has no request_goodput"),
+        ({"duration": 7.0}, "no whole number of requests"),
         ({"repetition": 1}, r"is rep02-full-32k-1k-c8\.json by what it holds"),
         ({"arm": "agentkv 4096"}, "by what it holds"),
     ],
@@ -262,8 +264,8 @@ def changed_file(folder: ServingFolder, **changes: Any) -> Path:
 def test_a_file_that_was_changed_by_hand_is_refused(
     tmp_path: Path, changes: dict[str, Any], said: str
 ) -> None:
-    folder = ServingFolder.create(tmp_path, plan(), {})
-    path = changed_file(folder, **changes)
+    folder = ServingFolder.create(tmp_path, plan(goodput={"ttft": 100.0}), {})
+    path = changed_file(folder, **{"duration": 8.0, "request_goodput": 1.5} | changes)
     with pytest.raises(UsageError, match=said) as error:
         folder.measurements()
     assert str(path) in str(error.value)
@@ -371,7 +373,7 @@ def test_repetitions_of_two_machines_or_versions_are_not_paired(other: dict[str,
 
 @pytest.mark.parametrize(
     ("hits", "drawn", "held"),
-    [(0.9, True, True), (0.9, None, True), (0.9, False, False), (0.51, True, False)],
+    [(0.9, True, True), (0.9, None, True), (0.9, False, True), (0.51, True, False)],
 )
 def test_a_server_that_knew_its_prompts_is_not_ranked(
     hits: float, drawn: bool | None, held: bool
@@ -382,6 +384,37 @@ def test_a_server_that_knew_its_prompts_is_not_ranked(
     (found,) = summary([run], arms=[server], weights="unknown").cells
     assert [each for each in found.reasons if "knew its prompts" in each] == found.reasons
     assert bool(found.reasons) is held
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"prefixes_kept": "200 no"}, "the prefix cache was not emptied before: 200 no"),
+        ({"restarts": 2}, "the backend died and was started again, 2 times in all"),
+    ],
+)
+def test_a_measurement_that_was_disturbed_is_not_ranked(change: dict[str, Any], said: str) -> None:
+    runs = [measurement("full", "c8", 0, 9.0), measurement("full", "c8", 1, 9.0, **change)]
+    found = summary(runs)
+    assert cell(found, "full", "c8").reasons == [said]
+    assert not found.best
+
+
+def good(arm: str, load: str, speed: float, goodput: float) -> LoadMeasurement:
+    return measurement(arm, load, 0, speed, figures={"request_goodput": goodput})
+
+
+def test_loads_without_a_good_request_are_ordered_by_output_and_compared_with_nobody() -> None:
+    """The first load was taken, so that a strict target made any method 3.3 times as fast."""
+    speeds = {"full": {"c8": 100.0, "c16": 180.0}, "agentkv 4096": {"c8": 110.0, "c16": 200.0}}
+    runs = [good(arm, c, speed, 0.0) for arm, of in speeds.items() for c, speed in of.items()]
+    runs[-1] = good("agentkv 4096", "c16", 200.0, 0.1)
+    found = {each.arm: each for each in summary(runs, goodput={"ttft": 100.0}).best}
+    assert (found["full"].load, found["agentkv 4096"].load) == ("c16", "c16")
+    assert found["agentkv 4096"].ratios == {}
+    runs[1] = good("full", "c16", 180.0, 0.05)
+    (best,) = [each for each in summary(runs, goodput={"ttft": 100.0}).best if each.arm != "full"]
+    assert best.ratios["full"].point == pytest.approx(200 / 180)
 
 
 def test_the_table_that_ranks_says_how_few_repetitions_there_were() -> None:
@@ -467,6 +500,7 @@ def test_an_arm_that_drops_messages_says_what_that_means() -> None:
 
 
 def test_memory_is_in_bytes_before_it_is_in_tokens() -> None:
+    # 20 tokens of 16 answers, whose first ones came from prefills, which read nothing.
     account = KV | {"median_peak_bytes": 5e8, "bytes_read": 4e9, "decode_tokens": 20}
     runs = [
         measurement("agentkv 4096", "c8", n, 1.0, kv=account, pool_bytes=(n + 1) * 10**9)
@@ -476,7 +510,7 @@ def test_memory_is_in_bytes_before_it_is_in_tokens() -> None:
     titles = [column.title for column in table.columns]
     row = dict(zip(titles, table.rows[0].cells, strict=True))
     assert [row[name].value for name in ("peak live MB", "pool MB", "read MB a token")] == [
-        *(500.0, 2000.0, 200.0),
+        *(500.0, 2000.0, 1000.0),
     ]
     assert titles.index("read MB a token") < titles.index("peak live")
     assert any(note.startswith("pool MB: slots or blocks") for note in table.notes)

@@ -10,7 +10,14 @@ import pytest
 
 from agentbench_kv.serving_bench import loadgen
 from agentbench_kv.serving_bench.endpoints import TimedTurn, events
-from agentbench_kv.serving_bench.jobs import Load, LoadJob, SessionShape, Workload
+from agentbench_kv.serving_bench.jobs import (
+    Load,
+    LoadJob,
+    SessionShape,
+    TraceCall,
+    TraceSession,
+    Workload,
+)
 from agentbench_kv.serving_bench.loadgen import PlayedJob
 from agentbench_kv.serving_bench.prompts import Speaker
 
@@ -162,6 +169,20 @@ def test_the_warm_up_is_played_first_and_not_counted(
     measured = prompts_of(job, 0)[0]
     assert server.generations[0]["prompt"] != measured
     assert server.generations[3]["prompt"] == measured
+
+
+def test_the_warm_up_tells_no_cache_what_recorded_prompts_say(
+    play: Play, fake_server: Fake, make_job: MakeJob
+) -> None:
+    calls = [TraceCall(6, 5, ids=[30, 31, 32, 33, 34, 35]), TraceCall(3, 5, ids=[40, 41, 42])]
+    server, sessions = fake_server("gateway"), [TraceSession("s", calls)]
+    play(server, make_job(sessions=sessions, load=Load(1, concurrency=1, warmup=1)))
+    warm, measured = server.generations[:2], server.generations[2:]
+    assert [len(body["prompt"]) for body in warm] == [len(body["prompt"]) for body in measured]
+    assert measured[0]["prompt"] == calls[0].ids
+    assert warm[0]["prompt"] != calls[0].ids
+    assert measured[1]["prompt"][-3:] == calls[1].ids
+    assert warm[1]["prompt"][-3:] != calls[1].ids
 
 
 def test_failures_of_the_warm_up_are_told_apart(

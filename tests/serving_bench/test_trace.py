@@ -107,6 +107,20 @@ def test_the_hits_of_a_small_trace_by_hand() -> None:
     assert prefix_hits([two, one]) == 0 + 6 + 15 + 8
 
 
+def test_a_recorded_session_that_comes_twice_may_be_found_whole() -> None:
+    calls = [TraceCall(4, 2, ids=[1, 2, 3, 4]), TraceCall(3, 2, ids=[5, 6, 7])]
+    one, two = TraceSession("one", calls), TraceSession("two", calls)
+    assert prefix_hits([one]) == 6
+    assert prefix_hits([one, two]) == 6 + 4 + 6 + 3
+    other = TraceSession("other", [calls[0], TraceCall(3, 2, ids=[5, 9, 7])])
+    assert prefix_hits([one, other]) == 6 + 4 + 6 + 1
+    # A longer first prompt is no prompt and an answer.
+    joined = TraceSession("joined", [TraceCall(7, 2, ids=[1, 2, 3, 4, 5, 6, 7])])
+    assert prefix_hits([one, joined]) == 6 + 4
+    shortened = TraceSession("kept", [calls[0], TraceCall(3, 2, ids=[5, 6, 7], keep=2)])
+    assert prefix_hits([one, shortened]) == 6 + 4 + 2
+
+
 @given(traces(ids=False), st.floats(0.01, 3))
 @settings(max_examples=30, deadline=None)
 def test_scaled_sessions_keep_their_calls_and_are_sessions(

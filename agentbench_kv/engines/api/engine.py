@@ -43,10 +43,7 @@ class ApiEngine(TextEngine):
         prices: Prices | None = None,
         spending: Spending | None = None,
     ) -> None:
-        policy, spending = (
-            policy or RetryPolicy.from_environment(),
-            spending or Spending(),
-        )
+        policy = policy or RetryPolicy.from_environment()
         self._endpoint = endpoint
         self._prices = prices
         kind = LitellmTransport if endpoint.litellm else HttpTransport

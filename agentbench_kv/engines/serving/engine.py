@@ -240,7 +240,9 @@ class ServingEngine(Engine):
         return None if tokens is None else tokens * self.bytes_per_token
 
     def drop_prefixes(self) -> None:
-        if self._wire.options.method.prefix == "shared":  # which a server as shipped has not
+        if self._wire.stock:
+            self._wire.empty_cache()
+        elif self._wire.options.method.prefix == "shared":
             self._control.call("drop_prefixes")
 
     def progress(self) -> int | None:
@@ -320,7 +322,10 @@ class ServingEngine(Engine):
         try:
             return self._read(state, generation, request)
         finally:
-            ledger.end(request.usage.get("cached_tokens"))
+            found = request.usage.get("cached_tokens")
+            # Given tokens are sent as part of the prompt, so the count would be of both.
+            generation.cached_tokens = None if request.given else found
+            ledger.end(found)
             state.account(ledger.snapshot())
 
     def _read(

@@ -235,7 +235,7 @@ class CpuRoom:
 
 def room_on_cpu(facts: ModelFacts, options: EngineOptions, context: int) -> CpuRoom:
     """Size the cache of a server on a CPU for as many sessions of `context` as run at once."""
-    size = facts.pool_bytes(options.dtype)
+    size = facts.pool_bytes(options.kv_dtype or options.dtype)
     weights = 0 if options.load_format == "dummy" else facts.weight_bytes(options.dtype)
     most = max(0, free_memory() - weights) // 2 // size
     return CpuRoom(min(context * options.concurrency, most), most, size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
@@ -24,7 +25,7 @@ from agentbench_kv.engines.serving.model_facts import ModelFacts
 from agentbench_kv.engines.serving.process import ControlClient, Launch, link_packages, listens
 from agentbench_kv.engines.serving.transport import LIMITS, RequestError
 from agentbench_kv.environments import process_env, version_there
-from agentbench_kv.errors import UsageError
+from agentbench_kv.errors import KVBenchError, UsageError
 from agentbench_kv.methods.base import Method
 from agentbench_kv.phases.machine import PromptPhases
 from agentbench_kv.phases.tokens import StopMatcher
@@ -32,6 +33,7 @@ from agentbench_kv.phases.tokens import StopMatcher
 # llguidance before it fails in a server's own loop where a grammar leads nowhere.
 GRAMMARS_SINCE = (1, 7)
 _ANSWER_S = 60.0  # from a plug-in in a server that is starting
+_EMPTY_S, _EMPTY_POLL_S = 5.0, 0.1  # for a server to let go of what the last request held
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,25 @@ class EngineWire(ABC):
                 yield given[place]
         if request.best is None:
             yield from given
+
+    def empty_cache(self) -> None:
+        """Empty a stock server's prefix cache, between requests; KVBenchError if it keeps it."""
+        raise KVBenchError("nothing empties this server's prefix cache")
+
+    def _empty(self, path: str) -> None:
+        """Ask for that; what the last request held may be let go of a moment later."""
+        end = time.monotonic() + _EMPTY_S
+        while True:
+            try:
+                answer = self._client.post(path)
+            except httpx.TransportError as error:
+                raise ConnectionError(f"the backend does not answer: {error}") from error
+            said = answer.text.strip()
+            if answer.status_code == httpx.codes.OK and '"success":false' not in said:
+                return
+            if time.monotonic() >= end:
+                raise KVBenchError(f"it was kept ({answer.status_code}: {said})")
+            time.sleep(_EMPTY_POLL_S)
 
     def lost(self) -> bool:
         """Return whether a backend that was ready says, or shows, that it will not answer again.

@@ -190,6 +190,9 @@ class SglangEngineWire(EngineWire):
         # `/health` answers without the scheduler; SGLang ends itself if a process of it dies.
         return super().lost() or self._down("/health")
 
+    def empty_cache(self) -> None:
+        self._empty("/flush_cache")
+
     def stream(self, request: GenerationRequest) -> Generator[int]:
         name = f"{request.session}.{next(_requests)}"
         body = self._stock_body(request) if self.stock else self._session_body(request)

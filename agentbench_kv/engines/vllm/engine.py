@@ -94,9 +94,10 @@ class VllmEngineWire(EngineWire):
             "TMPDIR": str(self.folder),
             "TORCHINDUCTOR_CACHE_DIR": _compiled_by_torch(),
         }
-        if not self.gpu:
-            environment["VLLM_TARGET_DEVICE"] = "cpu"
-        if not self.stock:
+        environment |= shown_gpus(self.options) if self.gpu else {"VLLM_TARGET_DEVICE": "cpu"}
+        if self.stock:
+            environment["VLLM_SERVER_DEV_MODE"] = "1"  # routes more, to empty its cache among them
+        else:
             environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # `told` says so
         command = [str(self.python), "-m", f"{_PLUGIN}.launch", "serve"]
         command += [str(self.model), "--uds", str(self._socket), *self._flags()]
@@ -114,6 +115,10 @@ class VllmEngineWire(EngineWire):
                 request.usage["cached_tokens"] = int(details.get("cached_tokens") or 0)
             for choice in event.get("choices", ()):
                 yield from choice.get("token_ids") or ()
+
+    def empty_cache(self) -> None:
+        moved = "?reset_external=true" if offload_gb(self.options.method) else ""
+        self._empty(f"{_URL}/reset_prefix_cache{moved}")
 
     def details(self) -> dict[str, str]:
         """Return version, set-up and flags, without what is this machine's own."""
@@ -285,15 +290,37 @@ def _unsupported(facts: ModelFacts, options: EngineOptions, *, gpu: bool) -> str
 
 def on_gpu(device: str) -> bool:
     """Return whether a device name means a GPU, `auto` if there is one; UsageError if none does."""
-    if device == "cpu" or device.partition(":")[0] == "cuda":
+    if re.fullmatch(r"cpu|cuda(:\d+)?", device, re.ASCII):
         return device != "cpu"
     if device != "auto":
-        raise UsageError(f"device {device!r} is none; use auto, cpu or cuda")
+        raise UsageError(f"device {device!r} is none; use auto, cpu, cuda or cuda:N")
     import torch
 
     return torch.cuda.is_available()
 
 
+def shown_gpus(options: EngineOptions) -> dict[str, str]:
+    """Return the variable by which a server sees no other GPUs than `cuda:N` and those next to it.
+
+    N counts those that this process sees. UsageError if there are not so many.
+    """
+    number = options.device.partition(":")[2]
+    if not number:
+        return {}
+    size = next((options.engine_args[name] for name in _TENSOR if name in options.engine_args), "1")
+    wanted = range(int(number), int(number) + int(size if size.isdigit() else 1))
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if seen is None:
+        return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, wanted))}
+    there = [each.strip() for each in seen.split(",") if each.strip()]
+    if wanted.stop > len(there):
+        raise UsageError(
+            f"--device {options.device}: CUDA_VISIBLE_DEVICES={seen} shows {len(there)} GPUs"
+        )
+    return {"CUDA_VISIBLE_DEVICES": ",".join(there[wanted.start : wanted.stop])}
+
+
+_TENSOR = ("tensor-parallel-size", "tp-size", "tp")
 _OFFLOAD = ("kv-offloading-size", "kv-offloading-backend", "kv-transfer-config")
 # What `--kv-dtype` is called on its command line; per token and head in its Triton backend alone.
 _KV_DTYPES = {
@@ -347,6 +374,7 @@ class VllmEngine(ServingEngine):
     @classmethod
     def check_options(cls, options: EngineOptions) -> None:
         gpu = on_gpu(options.device)
+        shown_gpus(options)
         refuse_shortened(options, _CONTEXT, _BYTES, *_OFFLOAD)
         check_context(options, _CONTEXT)
         refuse_arguments("vllm", options, ("dp", "pp"))

@@ -3,7 +3,8 @@
 `fake_backend.py FOLDER CONTROL` runs the front end on FOLDER/http, and what computes as a child,
 which answers on the socket CONTROL unless that is `-`. FOLDER/starts.json is a list with a plan for
 every start: `lines` go to the log; with `exit` the start fails. Every generation stops after `HELD`
-tokens as long as FOLDER/hold exists.
+tokens as long as FOLDER/hold exists. It says to have `cached` so many tokens of each prompt, and
+`keeps` its prefix cache so many times before it empties it.
 """
 
 from __future__ import annotations
@@ -41,7 +42,11 @@ class Front(BaseHTTPRequestHandler):
         self._answer(200 if self.core.poll() is None else 503, body)
 
     def do_POST(self) -> None:
-        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        sent = self.rfile.read(int(self.headers["Content-Length"]))
+        if self.path.startswith("/reset_prefix_cache"):
+            self._empty()
+            return
+        request = json.loads(sent)
         status = self.plan.get("status", 200)
         if status != 200 or self.core.poll() is not None:
             self._answer(500 if status == 200 else status, b"EngineCore encountered an issue")
@@ -53,6 +58,13 @@ class Front(BaseHTTPRequestHandler):
             file.write(json.dumps([len(request["prompt"]), request["max_tokens"]]) + "\n")
         asked = request.get("vllm_xargs", {}).get("kvbench_given", "[]")
         self._generate(request["prompt"], request["max_tokens"], json.loads(asked))
+
+    def _empty(self) -> None:
+        with (self.folder / "emptied").open("a") as file:
+            file.write(f"{self.path}\n")
+        tries = len((self.folder / "emptied").read_text().splitlines())
+        done = tries > self.plan.get("keeps", 0)
+        self._answer(200, json.dumps({"success": done}, separators=(",", ":")).encode())
 
     def _generate(self, tokens: list[int], count: int, given: list[int]) -> None:
         for number in range(count):
@@ -66,7 +78,7 @@ class Front(BaseHTTPRequestHandler):
             tokens.append(given[number] if given else next_token(tokens))
             self._event({"choices": [{"token_ids": tokens[-1:]}]})
         else:
-            details = {"cached_tokens": 0}
+            details = {"cached_tokens": self.plan.get("cached", 0)}
             self._event({"choices": [], "usage": {"prompt_tokens_details": details}})
             if not self.plan.get("cut"):
                 self._chunk(b"data: [DONE]\n\n")

@@ -29,7 +29,7 @@ class Prefix:
 def test_a_server_is_told_where_its_method_shares(prefix: str, told: list[str]) -> None:
     asked: list[str] = []
     method = make_method("full-constrained", None, {"prefix": prefix})
-    wire = SimpleNamespace(options=SimpleNamespace(method=method))
+    wire = SimpleNamespace(stock=False, options=SimpleNamespace(method=method))
     engine: Any = SimpleNamespace(_wire=wire, _control=SimpleNamespace(call=asked.append))
     ServingEngine.drop_prefixes(engine)
     assert asked == told

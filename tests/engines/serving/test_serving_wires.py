@@ -206,6 +206,16 @@ def test_vllm_without_memory_for_a_context_is_refused_before_it_starts(
         cached_tokens(VllmEngineWire, LARGE, tmp_path)
 
 
+def test_rows_of_one_byte_take_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FREE, lambda: 2 * 12_000 * LARGE.pool_bytes("float32"))
+    method = make_method("full", None)
+    options = replace(OPTIONS, kv_dtype="fp8", method=method, concurrency=5)
+    wire = VllmEngineWire(options, LARGE, Path("python"), tmp_path, tmp_path, False, True)
+    words = wire.launch().command
+    wire.close()
+    assert value_of(words, "kv-cache-memory-bytes") == 48_000 * LARGE.pool_bytes("fp8")
+
+
 def test_what_a_cpu_gets_is_said_unless_it_was_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,7 +15,7 @@ from agentbench_kv.conformance.engines import engine_suite
 from agentbench_kv.engines.base import EngineOptions
 from agentbench_kv.engines.core.host import ALLOW_UNTESTED
 from agentbench_kv.engines.serving.refusals import refuse_method
-from agentbench_kv.engines.vllm.engine import VllmEngine, on_gpu
+from agentbench_kv.engines.vllm.engine import VllmEngine, on_gpu, shown_gpus
 from agentbench_kv.engines.vllm.plugin import launch
 from agentbench_kv.errors import UsageError
 from agentbench_kv.registry import make_method
@@ -146,6 +146,36 @@ def test_an_unknown_dtype_is_refused() -> None:
 def test_devices_by_name() -> None:
     assert on_gpu("cuda:1")
     assert not on_gpu("cpu")
-    for wrong in ("gpu", "cudax", ""):
-        with pytest.raises(UsageError, match="is none; use auto, cpu or cuda"):
+    for wrong in ("gpu", "cudax", "", "cuda:", "cuda:x", "cuda:-1", "cpu:0"):
+        with pytest.raises(UsageError, match="is none; use auto, cpu, cuda or cuda:N"):
             on_gpu(wrong)
+
+
+@pytest.mark.parametrize(
+    ("device", "seen", "arguments", "shown"),
+    [
+        ("cuda", "4,5", {}, None),
+        ("cuda:1", None, {}, "1"),
+        ("cuda:1", "4, 5", {}, "5"),
+        ("cuda:1", "GPU-a,GPU-b,GPU-c", {"tensor-parallel-size": "2"}, "GPU-b,GPU-c"),
+        ("cuda:2", None, {"tp-size": "2"}, "2,3"),
+    ],
+)
+def test_a_server_sees_the_gpu_that_was_named(
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    seen: str | None,
+    arguments: dict[str, str],
+    shown: str | None,
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if seen is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
+    options = EngineOptions("m", make_method("full", None), device=device, engine_args=arguments)
+    assert shown_gpus(options).get("CUDA_VISIBLE_DEVICES") == shown
+
+
+def test_a_gpu_that_is_not_shown_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4")
+    with pytest.raises(UsageError, match="CUDA_VISIBLE_DEVICES=4 shows 1 GPUs"):
+        shown_gpus(EngineOptions("m", make_method("full", None), device="cuda:1"))
