@@ -279,7 +279,8 @@ class ChatTemplate:
         calls = [dict(call) for call in last.get("tool_calls") or ()]
         if not calls or not messages or messages[0].get("role") != "tool":
             return ""
-        calls[-1]["function"] = {**calls[-1]["function"], "arguments": {"_": _SENTINEL}}
+        name, _ = name_and_arguments(calls[-1])
+        calls[-1] = tool_call(str(calls[-1].get("id", "")), name, {"_": _SENTINEL})
         said = {"role": "assistant", "content": "", "tool_calls": calls}
         try:
             _, found, rest = self._render([_ASKED, said, *messages], tools).rpartition(_SENTINEL)

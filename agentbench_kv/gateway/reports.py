@@ -56,10 +56,14 @@ class SessionReport:
     outputs: tuple[tuple[int, ...], ...] = ()  # the ids of every generation
     expired: bool = False  # nobody asked for too long, and the session was closed
     note: str = ""  # what the client should be told with this answer
+    cost_beside: float | None = None  # of requests that its method made by itself
 
     @property
     def usage(self) -> dict[str, int]:
-        """Prompt and completion tokens and requests, as an API client would be billed."""
+        """Prompt and completion tokens and requests of the client, as an API would bill them.
+
+        What a method asks by itself is in `stats.auxiliary_tokens`.
+        """
         return {
             "prompt_tokens": sum(turn.prompt_tokens for turn in self.turns),
             "completion_tokens": sum(turn.output_tokens for turn in self.turns),
@@ -68,8 +72,9 @@ class SessionReport:
 
     @property
     def cost(self) -> float | None:
-        """What the session was billed so far; None if no turn has a price."""
-        known = [turn.cost for turn in self.turns if turn.cost is not None]
+        """What the session was billed so far; None if no request has a price."""
+        each = [*(turn.cost for turn in self.turns), self.cost_beside]
+        known = [cost for cost in each if cost is not None]
         return sum(known) if known else None
 
     @property

@@ -48,6 +48,7 @@ class TextSession(BaseSession):
 
     account: KVStats = field(default_factory=KVStats)
     tokens_per_character: float = 0.25  # of the last request that the endpoint counted
+    cost_beside: float | None = None  # of what its method asked by itself; None without prices
 
     def estimate(self, text: str) -> int:
         """Return about how many tokens a text is: nobody but the endpoint can count them."""
@@ -74,6 +75,9 @@ class TextSession(BaseSession):
     def stats(self) -> KVStats:
         stats = replace(self.account, events=self.account.events.copy())
         return stats if self.drops is None else self.drops.account(stats)
+
+    def report(self, final: KVStats | None = None) -> SessionReport:
+        return replace(super().report(final), cost_beside=self.cost_beside)
 
     def close(self) -> SessionReport:
         self.opened = False
@@ -164,8 +168,8 @@ class TextGateway(BaseGateway[TextSession]):
             raise UsageError(f"engine {name!r} runs no method that takes hints")
         asked = Known.of_chat(request.messages, request.tools)
         before, reset = state.stats(), state.begin(asked)
-        shown = self._shown(state, request, reset=reset)
         try:
+            shown = self._shown(state, request, reset=reset)
             reply = self._ask(replace(request, messages=shown))
         except EndpointError:
             state.add(TextReply(), FinishReason.ENDPOINT_ERROR.value, before, reset=reset)
@@ -215,6 +219,8 @@ class TextGateway(BaseGateway[TextSession]):
         state.account.auxiliary_calls += 1
         state.account.auxiliary_tokens += reply.prompt_tokens + reply.output_tokens
         state.account.auxiliary_s += time.perf_counter() - began
+        if reply.cost is not None:
+            state.cost_beside = (state.cost_beside or 0.0) + reply.cost
         if state.drops is not None:  # the beginning of the prompt is the session's
             state.drops.beside(0, reply.prompt_tokens + reply.output_tokens)
         return "" if reply.finish_reason in CUT_OFF else _thoughts(reply)[0]

@@ -433,8 +433,8 @@ class Method:
         scores = torch.stack(
             [self._score_layer(view, queries[i], None, moment, i) for i, view in enumerate(layers)]
         )
-        scores = self._by_chunk(scores, moment.positions)
         always = self._always(moment.positions, moment.now, moment.protected)
+        scores = self._by_chunk(scores, moment.positions, always)
         kept = select_top(scores, moment.budget, always, moment.positions)
         return Selection(kept, scores.masked_fill_(always, torch.nan), moment.positions)
 
@@ -450,8 +450,8 @@ class Method:
             sorts = self.ordered and not (looks and bool((order[:, 1:] > order[:, :-1]).all()))
             found = self._score_layer(view, queries[i], order if sorts else None, moment, i)
             scores.append(found if self.ordered else found.gather(-1, order))
-        merged = self._by_chunk(self._merge(torch.stack(scores)), positions)
         always = self._always(positions, moment.now, moment.protected)
+        merged = self._by_chunk(self._merge(torch.stack(scores)), positions, always)
         ranked = select_top(merged, moment.budget, always)
         kept = ascending_rows(orders.gather(-1, ranked), positions.shape[-1])
         return Selection(kept, merged.masked_fill(always, torch.nan))
@@ -475,19 +475,21 @@ class Method:
         )
         return self.score(queries, in_order(view.keys, order), context).float()
 
-    def _by_chunk(self, scores: Tensor, positions: Tensor) -> Tensor:
-        """Give every cached token the mean score of its chunk's; both [layers, kv_heads, tokens].
+    def _by_chunk(self, scores: Tensor, positions: Tensor, always: Tensor) -> Tensor:
+        """Give every cached token the mean score of its chunk's; all [layers, kv_heads, tokens].
 
-        Chunks are of logical positions, so that they stay what they are from event to event. Of
-        the last one that fits, the first tokens stay: the budget is met exactly.
+        Tokens that are kept `always` have no say: a method may give them any score. Chunks are of
+        logical positions, so that they stay what they are from event to event. Of the last one
+        that fits, the first tokens stay: the budget is met exactly.
         """
         if self.chunk == 1:
             return scores
         chunks = positions // self.chunk
         size = (*scores.shape[:-1], int(chunks.max()) + 1)
         # In float64, so that the order of the rows does not matter.
-        sums = scores.new_zeros(size, dtype=torch.float64).scatter_add_(-1, chunks, scores.double())
-        counts = torch.zeros_like(sums).scatter_add_(-1, chunks, torch.ones_like(scores).double())
+        asked = scores.double().masked_fill(always, 0.0)
+        sums = scores.new_zeros(size, dtype=torch.float64).scatter_add_(-1, chunks, asked)
+        counts = torch.zeros_like(sums).scatter_add_(-1, chunks, (~always).double())
         return (sums / counts.clamp(min=1)).gather(-1, chunks).float()
 
     def _merge(self, scores: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from agentbench_kv.engines.base import Capability, EngineOptions, KVStats
 from agentbench_kv.engines.embedded.engine import EmbeddedEngine
 from agentbench_kv.engines.text import TextEngine, TextReply, TextRequest, TextSampling
-from agentbench_kv.errors import ContextLimitError, KVBenchError, UsageError
+from agentbench_kv.errors import ContextLimitError, EndpointError, KVBenchError, UsageError
 from agentbench_kv.gateway import Gateway, Options, open_gateway
 from agentbench_kv.gateway.dropping import as_text, expired_results, joined
 from agentbench_kv.gateway.executing import phase_runs
@@ -590,6 +590,43 @@ def test_a_summary_is_asked_for_without_calls_and_stands() -> None:
     _, sent = summarising(TextReply(content="The code is 7.", finish_reason="stop"))
     assert "The code is 7." in sent[0]["content"]
     assert len(sent) < 7
+
+
+def failing_endpoint(fails: Callable[[str], bool]) -> tuple[Any, Messages]:
+    """A gateway whose method summarises, and a history that it is due for; `fails` by a message."""
+    engine = Endpoint()
+    gateway = open_gateway(engine, make_method("summarise", 100, {"keep_messages": "1"}))
+
+    def answer(messages: Any) -> TextReply:
+        if fails(str(messages[-1]["content"])):
+            raise EndpointError("no answer after 5 retries")
+        size = size_of(messages, TOOLS)
+        return TextReply(content="Seen.", prompt_tokens=size, output_tokens=2, cost=0.5)
+
+    engine.answer = answer
+    return gateway, [{"role": "user", "content": "Look. " + "pad " * 120}]
+
+
+@pytest.mark.parametrize("where", ["Summarise the conversation", "Go on."])
+def test_an_endpoint_that_fails_is_to_blame_whatever_it_was_asked(where: str) -> None:
+    gateway, messages = failing_endpoint(lambda said: where in said)
+    messages.append(gateway.chat("s", messages, TOOLS).message)
+    messages.append({"role": "user", "content": "Go on."})
+    with pytest.raises(EndpointError):
+        gateway.chat("s", messages, TOOLS)
+    assert gateway.report("s").endpoint_failed
+    assert len(gateway.report("s").turns) == 2
+
+
+def test_what_a_method_asks_by_itself_is_paid_for() -> None:
+    gateway, messages = failing_endpoint(lambda _: False)
+    for _ in range(2):
+        messages.append(gateway.chat("s", messages, TOOLS).message)
+        messages.append({"role": "user", "content": "Go on."})
+    report = gateway.report("s")
+    assert report.stats.auxiliary_calls == 1
+    assert report.usage["requests"] == 2
+    assert report.cost == 1.5
 
 
 def test_a_summary_without_room_for_it_drops_nothing() -> None:

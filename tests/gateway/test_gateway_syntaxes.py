@@ -108,6 +108,16 @@ def test_results_are_rendered_behind_the_message_that_called(full_tokenizer: Any
     assert template.render_first([asked, said, back]).endswith(delta)
 
 
+def test_results_follow_a_call_without_a_function_too(full_tokenizer: Any) -> None:
+    """A session went on from such a call, which is otherwise taken for the one that was made."""
+    template = ChatTemplate(full_tokenizer, SYNTAXES["hermes"], ("<|im_start|>", "<|im_end|>"))
+    said = {"role": "assistant", "content": ""}
+    flat = {**said, "tool_calls": [{"id": "id7", "name": "f", "arguments": GIVEN}]}
+    nested = {**said, "tool_calls": [tool_call("id7", "f", GIVEN)]}
+    back = {"role": "tool", "tool_call_id": "id7", "content": "19 degrees"}
+    assert template.render_delta([back], None, flat) == template.render_delta([back], None, nested)
+
+
 def test_prompted_tools_and_results_are_words(full_tokenizer: Any) -> None:
     template = ChatTemplate(full_tokenizer, SYNTAXES["json"], ("<|im_start|>", "<|im_end|>"))
     asked = {"role": "user", "content": "q"}

@@ -54,8 +54,8 @@ def select(method, event):
     scores = np.array(
         [layer_scores(method, event, index) for index in range(len(event.layers))], dtype=float
     )
-    merged = by_chunk(method, np.broadcast_to(merge(method, scores), scores.shape), places)
     keeps = always_kept(method, event.now, event.prompt)
+    merged = by_chunk(method, np.broadcast_to(merge(method, scores), scores.shape), places, keeps)
     size = budget(method, event.now)
     kept = [
         [top(where, row, size, keeps) for where, row in zip(*layer, strict=True)]
@@ -168,8 +168,11 @@ def lagkv(settings, cached):
     return scores
 
 
-def by_chunk(method, scores, places):
-    """Scores where every token has the mean of its chunk of logical positions."""
+def by_chunk(method, scores, places, keeps):
+    """Scores where every token has the mean of its chunk of logical positions.
+
+    What is kept anyway has no say in it.
+    """
     size = method.chunk
     if size == 1:
         return scores
@@ -178,8 +181,9 @@ def by_chunk(method, scores, places):
         for start in range(0, int(places[index[0]][index[1]].max()) + 1, size):
             where = places[index[0]][index[1]]
             members = (where >= start) & (where < start + size)
-            if members.any():
-                chunked[index][members] = scores[index][members].mean()
+            asked = members & np.array([int(place) not in keeps for place in where], bool)
+            if asked.any():
+                chunked[index][members] = scores[index][asked].mean()
     return chunked
 
 

@@ -35,6 +35,7 @@ EVIDENCE = ("recurring", "one_shot")  # the kinds of facts that have to be recal
 DEFAULT_SAMPLES = 50
 SEED_STRIDE = 1_000_000
 MAX_MESSAGE_TOKENS = 192
+_NOT_EXECUTED = '{"error": "not executed"}'
 
 
 @dataclass(frozen=True)
@@ -183,16 +184,18 @@ def play(
 
 def _act(environment: Environment, reply: Reply, messages: list[Message]) -> bool:
     """Execute an assistant message; True if it ended the user turn."""
-    if reply.finish_reason == "length" or reply.unparsable:
-        return environment.abandon().turn_over
-    if not reply.tool_calls:
+    over = reply.finish_reason == "length" or reply.unparsable
+    if over:
+        over = environment.abandon().turn_over
+    elif not reply.tool_calls:
         return environment.reply(reply.content).turn_over
     for call in reply.tool_calls:
-        function = call["function"]
-        arguments = json.loads(function["arguments"])
-        arguments = arguments if isinstance(arguments, dict) else {}
-        observation = environment.call(function["name"], arguments)
-        messages.append({"role": "tool", "tool_call_id": call["id"], "content": observation.text})
-        if observation.turn_over:
-            return True
-    return False
+        text = _NOT_EXECUTED  # endpoints refuse a history with calls that nobody answered
+        if not over:
+            function = call["function"]
+            arguments = json.loads(function["arguments"])
+            arguments = arguments if isinstance(arguments, dict) else {}
+            observation = environment.call(function["name"], arguments)
+            text, over = observation.text, observation.turn_over
+        messages.append({"role": "tool", "tool_call_id": call["id"], "content": text})
+    return over

@@ -58,22 +58,24 @@ def thoughts_of(message: Message) -> str:
 
 
 def tool_uses(messages: Sequence[Message]) -> list[ToolUse]:
-    """Return the calls in their order; a result belongs to the call of its id."""
+    """Return the calls in their order; a result belongs to the first call of its id before it."""
     results = {
         (str(message["tool_call_id"]), at): at
         for at, message in enumerate(messages)
         if message["role"] == "tool" and message.get("tool_call_id") is not None
     }
-    found = []
+    found: list[ToolUse] = []
+    taken: set[int | None] = set()
     for at, message in enumerate(messages):
         for call in message.get("tool_calls") or ():
             function, name = call["function"], str(call.get("id"))
+            # An id may come again, in a later turn or beside the call: each takes the next one.
+            after = [place for (id_, place) in results if id_ == name and place > at]
+            result = min((place for place in after if place not in taken), default=None)
+            taken.add(result)
             arguments = _object(function.get("arguments"))
             if arguments is None:
                 continue
-            # An id may come again in a later turn: the next result of that id is the call's.
-            after = [place for (id_, place) in results if id_ == name and place > at]
-            result = min(after, default=None)
             found.append(ToolUse(str(function["name"]), arguments, at, result))
     return found
 

@@ -251,6 +251,19 @@ def test_thoughts_are_asked_for() -> None:
     assert "your thought number 1" in probe.question
 
 
+def test_calls_of_one_id_take_a_result_each() -> None:
+    calls = [
+        {"id": "", "type": "function", "function": {"name": name, "arguments": arguments}}
+        for name, arguments in (("price", {}), ("odd", "no object"), ("stock", {}))
+    ]
+    results = [{"role": "tool", "tool_call_id": "", "content": str(n)} for n in range(2)]
+    uses = tool_uses([{"role": "assistant", "content": None, "tool_calls": calls}, *results])
+    assert [(use.name, use.result) for use in uses] == [("price", 1), ("stock", None)]
+    del calls[1]
+    uses = tool_uses([{"role": "assistant", "content": None, "tool_calls": calls}, *results])
+    assert [(use.name, use.result) for use in uses] == [("price", 1), ("stock", 2)]
+
+
 def test_results_find_their_calls_whatever_the_ids() -> None:
     calls = [
         {"id": name, "type": "function", "function": {"name": name, "arguments": {}}}
