@@ -148,7 +148,7 @@ def compare(
 def _compare(
     runs: Sequence[str], out: Path, form: str, files: Sequence[tuple[str, Path]], **options: Any
 ) -> int:
-    from agentbench_kv.results.baseline import absent_baseline, open_sides
+    from agentbench_kv.results.baseline import absent_baseline, open_sides, unread
     from agentbench_kv.results.compare import compare as compare_sides
     from agentbench_kv.results.compare_text import show
 
@@ -157,10 +157,11 @@ def _compare(
         return _without_baseline(absent, runs[1], out, files, options["bootstrap"])
     same = ("margin", "catch", "metric", "inconclusive", "allow_drift", "listed")
     chosen = {name: options[name] for name in same} | {"by_task": options["by"] is not None}
-    with open_sides((*runs, *options["repeats"]), out) as ((theirs, mine, *others), problems):
-        noise = [run for side in others for run in side]
-        found = compare_sides(theirs, mine, noise=noise, **chosen)
-    show(found, form, files, problems)
+    repeats = open_sides(options["repeats"], out)
+    with open_sides(runs, out) as (sides, problems), repeats as (others, odd):
+        chosen |= {"noise": [run for side in others for run in side]}
+        found = compare_sides(*sides, unread=unread(sides, problems), **chosen)
+    show(found, form, files, [*problems, *odd])
     return found.exit_code
 
 

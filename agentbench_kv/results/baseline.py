@@ -172,6 +172,12 @@ def open_sides(
         yield [runs for runs, _ in found], [problem for _, odd in found for problem in odd]
 
 
+def unread(sides: Sequence[Sequence[Run]], problems: Sequence[Problem]) -> list[Problem]:
+    """Return the problems that are whole runs of some sides, and not lines of one."""
+    known = {run.path for runs in sides for run in runs}
+    return [problem for problem in problems if problem.path not in known]
+
+
 def absent_baseline(source: str, out: Path) -> Path | None:
     """Return the baseline file that a source means where there is none, nor any run; else None."""
     named = "/" not in source and not source.endswith(".json")

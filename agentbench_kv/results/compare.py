@@ -20,10 +20,11 @@ from agentbench_kv.results.drift import Drift, find_drift
 from agentbench_kv.results.fidelity import KL, of_fidelity
 from agentbench_kv.results.gate import MARGIN, Design, Rule, Verdict
 from agentbench_kv.results.run_info import holder
-from agentbench_kv.results.runs import SCORE, SIZES, Run, RunGroup
+from agentbench_kv.results.runs import SCORE, SIZES, Problem, Run, RunGroup
 from agentbench_kv.results.stats import holm
 from agentbench_kv.results.validity import RunState
 
+_MOST_NAMED = 6
 # Task and model to the groups of one side by name.
 Sides = dict[tuple[str, str], dict[str, RunGroup]]
 
@@ -36,15 +37,29 @@ class Comparison(BaseModel, frozen=True):
     catch: float  # the loss that must not slip through
     alarm: float  # two-sided level of the interval that a regression rests on
     rows: list[Contrast]  # one per pair, or per pair of methods over all tasks
-    verdict: Verdict  # the gravest of the rows'
+    verdict: Verdict  # the gravest of the rows'; not ok where something is missing
     inconclusive: Literal["fail", "ok"]  # whether an undecided verdict is a failure
     drift: list[Drift]  # what differs and was allowed to, or only warns
+    missing: list[str]  # of BASE's methods and tasks in CAND; runs that could not be read
     notes: list[str]
     noise: str  # the A/A floor
 
     def fails(self, verdict: Verdict) -> bool:
         doubtful = verdict is Verdict.INCONCLUSIVE
         return self.inconclusive == "fail" if doubtful else verdict is Verdict.REGRESSION
+
+    @property
+    def lacking(self) -> str | None:
+        """Say what was not compared, which may be just what failed, and what to do about it."""
+        if not self.missing:
+            return None
+        more = len(self.missing) - _MOST_NAMED
+        shown = "; ".join(self.missing[:_MOST_NAMED]) + (f"; and {more} more" if more > 0 else "")
+        return (
+            f"not compared: {shown}; it may be just what failed: play it, mend or remove what "
+            "cannot be read, or name as BASE only the runs that are meant (a run directory, or "
+            "what kvbench baseline save NAME RUN... writes)"
+        )
 
     @property
     def exit_code(self) -> int:
@@ -63,18 +78,20 @@ def compare(
     inconclusive: Literal["fail", "ok"] = "fail",
     listed: int = 0,
     noise: Sequence[Run] = (),
+    unread: Sequence[Problem] = (),
 ) -> Comparison:
     """Compare a candidate with a base; limits as in `Comparison`.
 
     `metric` is the score, or KL where both sides are runs of fidelity, unless given.
     `catch` is 10, or the margin if that is more, unless given. `by_task` gives each task its own
     verdict, which speed always has; `listed` is how many changed samples of each row to list;
-    `noise` are further runs of full for the A/A floor. A UsageError if a run cannot be compared,
-    nothing matches, something differs that must not (unless `allow_drift`), or tasks of two
-    releases of a benchmark would get one verdict.
+    `noise` are further runs of full for the A/A floor; `unread` are runs of either side that could
+    not be read. A UsageError if a run cannot be compared, nothing matches, something differs that
+    must not (unless `allow_drift`), or tasks of two releases of a benchmark would get one verdict.
     """
     Rule.of(margin, catch)
-    pairs, notes = _match(base, cand)
+    pairs, missing, notes = _match(base, cand)
+    missing += [f"{each.path} cannot be read ({each.reason})" for each in unread]
     for pair in pairs:
         notes += [*_unfit("BASE", pair.base.runs), *_unfit("CAND", pair.cand.runs), *_copies(pair)]
         notes += [note for group in (pair.base, pair.cand) if (note := _asked(group))]
@@ -91,9 +108,10 @@ def compare(
         catch=100 * rule.catch,
         alarm=rule.alarm,
         rows=rows,
-        verdict=gate.worst(row.verdict for row in rows),
+        verdict=gate.worst([row.verdict for row in rows] + [Verdict.INCONCLUSIVE] * bool(missing)),
         inconclusive=inconclusive,
         drift=drift,
+        missing=missing,
         notes=list(dict.fromkeys([*notes, *(note for row in rows for note in row.notes)])),
         noise=gate.describe(gate.repeats([*base, *cand, *noise])),
     )
@@ -104,13 +122,13 @@ def _judged_by(pairs: Sequence[Pair]) -> str:
     return KL if all(map(of_fidelity, runs)) else SCORE
 
 
-def _match(base: Sequence[Run], cand: Sequence[Run]) -> tuple[list[Pair], list[str]]:
+def _match(base: Sequence[Run], cand: Sequence[Run]) -> tuple[list[Pair], list[str], list[str]]:
     """Find for every method of the candidate side what it is to be compared with, at least one."""
     # The same method at the same budget if the base has it for that task and model; else the only
     # method the base has there. Runs with a seed that the other side lacks are left out. The second
-    # part says what had no partner.
+    # part says what the candidate side lacks, the third what else had no partner.
     theirs, mine = sides(base), sides(cand)
-    pairs, notes = [], []
+    pairs, missing, notes = [], [], []
     for place, groups in mine.items():
         others = theirs.get(place, {})
         for name, group in groups.items():
@@ -123,16 +141,16 @@ def _match(base: Sequence[Run], cand: Sequence[Run]) -> tuple[list[Pair], list[s
             pairs.append(Pair(*place, left, right))
             notes += more
         compared = {pair.base.name for pair in pairs if (pair.task, pair.model) == place}
-        missing = [other for name, other in others.items() if name not in compared]
-        notes += [f"left out: CAND has no {_called(other)}" for other in missing]
+        alone = [other for name, other in others.items() if name not in compared]
+        missing += [f"CAND has no {_called(other)}" for other in alone]
     lonely = sorted(theirs.keys() - mine.keys())
-    notes += [f"left out: CAND has nothing on {task} with {model}" for task, model in lonely]
+    missing += [f"CAND has nothing on {task} with {model}" for task, model in lonely]
     if not pairs:
         raise UsageError(
             f"nothing to compare: BASE has {_listed(theirs)}; CAND has {_listed(mine)}; "
             "name runs of the same task and model"
         )
-    return pairs, notes
+    return pairs, missing, notes
 
 
 def sides(runs: Iterable[Run]) -> Sides:

@@ -90,17 +90,28 @@ def _markdown(comparison: Comparison) -> str:
 
 
 def _junit(comparison: Comparison) -> str:
-    """Return one test case a row: what fails the job is a failure, an allowed doubt skipped."""
-    failed = [comparison.fails(row.verdict) for row in comparison.rows]
-    doubts = sum(row.verdict is not Verdict.OK for row in comparison.rows) - sum(failed)
+    """Return one test case a row: what fails the job is a failure, an allowed doubt skipped.
+
+    What was not compared is one more.
+    """
+    cases = [
+        (
+            (", ".join(row.tasks), f"{row.metric}: {row.cand} against {row.base} with {row.model}"),
+            (row.verdict, _told(row), _decides(row)),
+        )
+        for row in comparison.rows
+    ]
+    if told := comparison.lacking:
+        cases.append((("kvbench", "all of BASE"), (Verdict.INCONCLUSIVE, told, None)))
+    failed = [comparison.fails(verdict) for _, (verdict, *_) in cases]
+    doubts = sum(verdict is not Verdict.OK for _, (verdict, *_) in cases) - sum(failed)
     suite = _suite(tests=len(failed), failures=sum(failed), errors=0, skipped=doubts)
-    for row, fails in zip(comparison.rows, failed, strict=True):
-        name = f"{row.metric}: {row.cand} against {row.base} with {row.model}"
-        place = {"classname": visible(", ".join(row.tasks)), "name": visible(name)}
-        case = ElementTree.SubElement(suite, "testcase", place)
-        if row.verdict is not Verdict.OK:
-            kind, told = "failure" if fails else "skipped", visible(_told(row))
-            ElementTree.SubElement(case, kind, message=told).text = visible(_decides(row) or told)
+    for (place, (verdict, told, why)), fails in zip(cases, failed, strict=True):
+        named = dict(zip(("classname", "name"), map(visible, place), strict=True))
+        case = ElementTree.SubElement(suite, "testcase", named)
+        if verdict is not Verdict.OK:
+            kind = "failure" if fails else "skipped"
+            ElementTree.SubElement(case, kind, message=visible(told)).text = visible(why or told)
     output = ElementTree.SubElement(suite, "system-out")
     output.text = "\n".join(map(visible, (_rule(comparison), *_remarks(comparison))))
     return _xml(suite)
@@ -119,12 +130,17 @@ def _xml(suite: ElementTree.Element) -> str:
 def _github(comparison: Comparison) -> str:
     """Return workflow commands: an annotation a row, one for each remark that bears on it."""
     lines = []
-    for row in comparison.rows:
-        doubt = "error" if comparison.fails(row.verdict) else "warning"
-        severity = "notice" if row.verdict is Verdict.OK else doubt
-        told = " ".join(filter(None, (_told(row), _decides(row))))
-        lines.append(_annotation(severity, f"kvbench {row.verdict}", told))
-    said = set(map(_decides, comparison.rows))
+    found = [
+        (row.verdict, " ".join(filter(None, (_told(row), _decides(row)))))
+        for row in comparison.rows
+    ]
+    if comparison.lacking:
+        found.append((Verdict.INCONCLUSIVE, comparison.lacking))
+    for verdict, told in found:
+        doubt = "error" if comparison.fails(verdict) else "warning"
+        severity = "notice" if verdict is Verdict.OK else doubt
+        lines.append(_annotation(severity, f"kvbench {verdict}", told))
+    said = {comparison.lacking, *map(_decides, comparison.rows)}
     remarks = [_rule(comparison), *(line for line in _remarks(comparison) if line not in said)]
     return "".join(lines + [_annotation("notice", "kvbench compare", line) for line in remarks])
 
@@ -253,6 +269,7 @@ def _decides(row: Contrast) -> str | None:
 
 def _remarks(comparison: Comparison) -> list[str]:
     lines = [line for row in comparison.rows if (line := _decides(row))]
+    lines += [comparison.lacking] if comparison.lacking else []
     lines += [
         f"{row.cand} on {', '.join(row.tasks)}: paired on the {row.n} samples both have; "
         f"{row.only_base} only in BASE, {row.only_cand} only in CAND"

@@ -67,6 +67,26 @@ def test_drifted_provenance_is_refused(kvbench, runs, tmp_path):
     assert kvbench("compare", str(runs / "full"), "drifted", "--allow-drift").returncode == 4
 
 
+def test_a_broken_run_of_the_candidate_fails_the_job(kvbench, runs, tmp_path):
+    base, cand = tmp_path / "base", tmp_path / "cand"
+    for folder in (base, cand):
+        for name in ("full", "harsh"):
+            shutil.copytree(runs / name, folder, dirs_exist_ok=True)
+    sides = (str(base), str(cand), "--catch", "60", "--format", "json")
+    assert kvbench("compare", *sides).returncode == 0
+    (broken,) = cand.glob("*agentkv*")
+    (broken / "run.json").write_text("{")
+    result = kvbench("compare", *sides)
+    assert result.returncode == 4
+    missing = json.loads(result.stdout)["missing"]
+    assert missing[0].startswith("CAND has no agentkv at 256 on micro/recall-1k")
+    assert missing[1].startswith(f"{broken} cannot be read (")
+    assert str(broken) in result.stderr
+    (full,) = base.glob("*full*")
+    sides = (str(full), str(cand / full.name), "--catch", "60")
+    assert kvbench("compare", *sides).returncode == 0
+
+
 def test_a_committed_baseline_stands_for_its_run(kvbench, runs, tmp_path):
     saved = kvbench("baseline", "save", "main", str(runs / "full"))
     assert saved.returncode == 0

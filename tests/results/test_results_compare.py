@@ -16,7 +16,12 @@ import pytest
 
 from agentbench_kv.errors import UsageError
 from agentbench_kv.results import drift
-from agentbench_kv.results.baseline import open_sides, read_baseline, save_baseline
+from agentbench_kv.results.baseline import (
+    open_sides,
+    read_baseline,
+    save_baseline,
+    unread,
+)
 from agentbench_kv.results.compare import compare
 from agentbench_kv.results.compare_text import TEXT_FORMATS, targets
 from agentbench_kv.results.drift import speed_conditions
@@ -814,11 +819,77 @@ def test_a_candidate_whose_failures_were_dropped_is_never_ok(write_run):
     assert compare(base, declared).verdict is Verdict.OK
 
 
-def test_a_method_that_the_candidate_lacks_is_named(write_run):
-    for name, method in (("a", "rkv"), ("b", "h2o")):
-        path = write_run(name, [1.0] * 50, method=method, budget=256, peak=400)
-    base = load_runs([path.parent])[0]
-    cand = load_runs(
-        [write_run("c", [1.0] * 50, method="rkv", budget=256, peak=400, folder="cand")]
-    )[0]
-    assert any("CAND has no h2o at 256" in note for note in compare(base, cand).notes)
+@pytest.fixture
+def two_tasks(write_run, tmp_path):
+    """Return a BASE of two methods and two tasks, and the folder of a CAND that is its copy."""
+    for name, more in (
+        ("a", {"task": "t/1"}),
+        ("b", {"task": "t/2"}),
+        ("c", {"task": "t/1", "method": "h2o", "budget": 256, "peak": 400}),
+    ):
+        path = write_run(name, [1.0] * 60, **more)
+    shutil.copytree(path.parent, tmp_path / "cand")
+    return load(path.parent), tmp_path / "cand"
+
+
+@pytest.mark.parametrize(
+    ("gone", "said"),
+    [
+        ("b", "CAND has nothing on t/2 with micro"),
+        ("c", "CAND has no h2o at 256 on t/1 with micro"),
+    ],
+)
+def test_a_candidate_that_lacks_a_method_or_a_task_is_never_ok(two_tasks, gone, said):
+    """Its run broke, and the part that went well was called `ok`."""
+    base, cand = two_tasks
+    assert compare(base, load(cand)).verdict == "ok"
+    shutil.rmtree(cand / gone)
+    found = compare(base, load(cand), by_task=True)
+    assert (found.verdict, found.exit_code, found.missing) == ("inconclusive", 4, [said])
+    assert {row.verdict for row in found.rows} == {"ok"}
+    for form in TEXT_FORMATS.values():
+        assert html.unescape(form(found)).count(said) >= 1
+    suite = ElementTree.fromstring(TEXT_FORMATS["junit"](found))
+    count = len(found.rows) + 1
+    assert (suite.get("tests"), suite.get("failures")) == (str(count), "1")
+    assert TEXT_FORMATS["github"](found).count("::error title=kvbench inconclusive::not comp") == 1
+    allowed = compare(base, load(cand), inconclusive="ok")
+    assert allowed.exit_code == 0
+    suite = ElementTree.fromstring(TEXT_FORMATS["junit"](allowed))
+    assert (suite.get("failures"), suite.get("skipped")) == ("0", "1")
+    meant = [run for run in base if run.run_id != gone]  # BASE by the runs that are meant
+    assert compare(meant, load(cand)).verdict == "ok"
+
+
+def test_a_candidate_with_a_run_that_cannot_be_read_is_never_ok(two_tasks):
+    """Also where BASE has nothing like it, or another seed of the same."""
+    base, cand = two_tasks
+    shutil.copytree(cand / "b", cand / "b1")
+    (cand / "b1" / "run.json").write_text("{")
+    with open_sides([str(base[0].path.parent), str(cand)], cand) as (sides, problems):
+        broken = unread(sides, problems)
+        found = compare(*sides, unread=broken)
+    assert [each.path.name for each in broken] == ["b1"]
+    assert (found.verdict, found.exit_code) == ("inconclusive", 4)
+    assert "b1 cannot be read" in found.lacking
+    lines = (cand / "b" / "samples.jsonl").read_text()
+    (cand / "b" / "samples.jsonl").write_text(lines + '{"sample_id"')
+    shutil.rmtree(cand / "b1")
+    with open_sides([str(cand)], cand) as (sides, problems):
+        assert problems
+        assert unread(sides, problems) == []  # a torn line is of a run that was read
+
+
+def test_a_loss_of_what_is_there_stays_a_regression(two_tasks, write_run):
+    base, _ = two_tasks
+    cand = load(write_run("a", [0.0] * 60, task="t/1", folder="o"))
+    found = compare(base, cand)
+    assert (found.verdict, len(found.missing)) == ("regression", 2)
+
+
+def test_many_things_that_are_missing_are_one_line(write_run):
+    tasks = [f"t/{i}" for i in range(9)]
+    base = [load(write_run(f"a{i}", [1] * 40, task=task))[0] for i, task in enumerate(tasks)]
+    found = compare(base, load(write_run("b", [1] * 40, task="t/0", folder="o")))
+    assert len(found.missing) == 8
+    assert "t/6 with micro; and 2 more; it may be" in found.lacking
