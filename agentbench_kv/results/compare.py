@@ -223,7 +223,7 @@ def _doubted(row: Contrast, pairs: Sequence[Pair]) -> Contrast:
         cut += [r for r in runs if r.spec.get("limit") != len(r.scores)]
     if row.verdict is not Verdict.OK:
         return row
-    if row.metric in SIZES and (why := _cut_off(pairs)):
+    if row.metric in (*SIZES, SPEED) and (why := _cut_off(pairs, row.metric)):
         return row.model_copy(update={"verdict": Verdict.INCONCLUSIVE, "unfinished": why})
     if row.mean and row.only_base:
         why = f"{row.only_base} of BASE's sessions have no {row.metric} here; see their errors"
@@ -234,8 +234,11 @@ def _doubted(row: Contrast, pairs: Sequence[Pair]) -> Contrast:
     return row.model_copy(update={"verdict": Verdict.INCONCLUSIVE, "unfinished": why})
 
 
-def _cut_off(pairs: Sequence[Pair]) -> str:
-    """Say that more sessions failed in CAND: one that was cut off, or never began, held less."""
+def _cut_off(pairs: Sequence[Pair], metric: str) -> str:
+    """Say that more sessions failed in CAND: one that was cut off, or never began, held less.
+
+    And its speed is that of other, shorter work.
+    """
     lost, played = Counter[str](), Counter[str]()
     for pair in pairs:
         shared = pair.base.trials.keys() & pair.cand.trials.keys()
@@ -246,7 +249,8 @@ def _cut_off(pairs: Sequence[Pair]) -> str:
     if lost["cand"] * played["base"] <= lost["base"] * played["cand"]:
         return ""
     of = (f"{lost[side]} of {played[side]} trials failed in {side.upper()}" for side in played)
-    return f"{', '.join(of)}, and what is cut off holds less"
+    cost = "is not the same work" if metric == SPEED else "holds less"
+    return f"{', '.join(of)}, and what is cut off {cost}"
 
 
 def _asked(group: RunGroup) -> str:

@@ -450,6 +450,24 @@ def test_speed_needs_nine_repetitions_a_side(write_run):
     )
 
 
+def test_sessions_that_were_cut_off_are_not_fast(write_run):
+    """Every trial of CAND ended after ten tokens, and it was called nine times as fast."""
+
+    def runs(folder, score, seconds):
+        for i in range(9):
+            write_run(f"r{i}", [score] * 3, folder=folder, wall_s=seconds + i / 100)
+        return load(write_run("r0", [], folder=folder, wall_s=seconds).parent)
+
+    base, cut = runs("a", 1, 10), runs("b", None, 1)
+    found = compare(base, cut, metric="output_tok_s")
+    assert (found.verdict, found.exit_code) == ("inconclusive", 4)
+    told = "0 of 27 trials failed in BASE, 27 of 27 trials failed in CAND, and what is cut off is n"
+    assert found.rows[0].unfinished.startswith(told)
+    assert found.rows[0].point > 5
+    assert compare(cut, base, metric="output_tok_s").verdict == "regression"
+    assert compare(cut, runs("c", None, 1), metric="output_tok_s").verdict == "ok"
+
+
 def test_repetitions_that_do_not_alternate_are_told_of(write_run):
     """One early run of CAND said that they did; so did a run that was resumed much later."""
 
