@@ -225,8 +225,8 @@ def _doubted(row: Contrast, pairs: Sequence[Pair]) -> Contrast:
         return row
     if row.metric in (*SIZES, SPEED) and (why := _cut_off(pairs, row.metric)):
         return row.model_copy(update={"verdict": Verdict.INCONCLUSIVE, "unfinished": why})
-    if row.mean and row.only_base:
-        why = f"{row.only_base} of BASE's sessions have no {row.metric} here; see their errors"
+    if row.unsaid:
+        why = f"{row.unsaid} of BASE's sessions have no {row.metric} here; see their errors"
         return row.model_copy(update={"verdict": Verdict.INCONCLUSIVE, "unfinished": why})
     if not cut:
         return row

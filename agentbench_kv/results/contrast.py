@@ -58,6 +58,7 @@ class Contrast(BaseModel, frozen=True):
     clusters: int | None = None  # groups of samples, if there are any: what is independent
     only_base: int = 0  # samples that the other side lacks; left out
     only_cand: int = 0
+    unsaid: int = 0  # of `only_base`, those that the candidate played: without a figure for them
     more: int = 0  # samples whose figure rose
     less: int = 0  # and fell
     verdict: Verdict
@@ -83,6 +84,7 @@ def contrast(pairs: Sequence[Pair], metric: str, rule: Rule, listed: int = 0) ->
         raise UsageError(f"{_ids(pairs)} share no sample; run both with the same seed and samples")
     was, now = ({k: right / asked for k, (right, asked) in s.parts.items()} for s in (base, cand))
     moved = {name: now[name] - was[name] for name in was.keys() & now.keys()}
+    played = {f"{i}/{name}" for i, pair in enumerate(pairs) for name in pair.cand.trials}
     verdict, needed = _judged(kind, rule, seen, sure)
     return Contrast(
         **_shared(pairs, metric, seen),
@@ -96,6 +98,7 @@ def contrast(pairs: Sequence[Pair], metric: str, rule: Rule, listed: int = 0) ->
         clusters=seen.groups,
         only_base=len(was.keys() - now.keys()),
         only_cand=len(now.keys() - was.keys()),
+        unsaid=len((was.keys() - now.keys()) & played),
         more=sum(move > 0 for move in moved.values()),
         less=sum(move < 0 for move in moved.values()),
         verdict=verdict,

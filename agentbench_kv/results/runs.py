@@ -23,6 +23,10 @@ from agentbench_kv.results.store import RunReader, latest_trials
 from agentbench_kv.results.summary import Summary, derive
 from agentbench_kv.results.validity import RunState, remembers, triggered_samples
 
+# Index and seed of one of a sample's trials: two runs that share both played the same.
+Trial = tuple[int, int]
+# Two figures of each sample's trials, such as right and asked.
+Parts = dict[str, dict[Trial, tuple[float, float]]]
 SCORE = "score"
 # What a session held at most and read, as records call it; bytes over all layers and heads.
 SIZES = ("peak_bytes", "bytes_read", "peak_live")
@@ -82,9 +86,8 @@ class Run:
         self.budget: int | str | None = summary.budget
         self._read = read
         _ = self.tokens  # a budget nobody can read is this run's problem, not that of all
-        # Headline score of each sample's trials by index and seed: two runs that share both played
-        # the same trial. A failed trial counts 0.
-        self.scores: dict[str, dict[tuple[int, int], float]] = {}
+        # Headline score of each sample's trials; a failed trial counts 0.
+        self.scores: dict[str, dict[Trial, float]] = {}
         # Group of each sample that belongs to one (LoCoMo: the conversation).
         self.clusters = {r.sample_id: r.cluster for r in records if r.cluster is not None}
         self.prompts = {r.key: r.prompt_sha for r in records if r.prompt_sha is not None}
@@ -96,12 +99,13 @@ class Run:
         }
         # Each of `SIZES` of each sample's trials that reached the engine.
         self.sizes: dict[str, dict[str, list[int]]] = {name: {} for name in SIZES}
-        # Sub-score to right and asked of each sample, summed over its trials.
-        self.counts: dict[str, dict[str, tuple[float, float]]] = {}
-        # Mean without bounds to total and count of each sample, summed over its trials.
-        self.means: dict[str, dict[str, tuple[float, float]]] = {}
+        # Sub-score to right and asked of each sample's trials, by index and seed as scores are.
+        self.counts: dict[str, Parts] = {}
+        # Mean without bounds to total and count of each sample's trials.
+        self.means: dict[str, Parts] = {}
         self.failed: Counter[str] = Counter()  # failed trials of each sample
-        self.uncounted: Counter[str] = Counter()  # failed trials that do not say what was asked
+        # Failed trials that do not say what was asked.
+        self.uncounted: dict[str, set[Trial]] = {}
         # Past sessions that came from files, by sample and trial: of trials that read a past, and
         # were not tried again, which goes on behind what was read before.
         self.from_files: dict[tuple[str, int], int] = {}
@@ -111,8 +115,8 @@ class Run:
             self._count(record)
 
     def _count(self, record: TrialRecord) -> None:
-        sample = record.sample_id
-        self.scores.setdefault(sample, {})[record.trial, record.seed] = record.headline
+        sample, trial = record.sample_id, (record.trial, record.seed)
+        self.scores.setdefault(sample, {})[trial] = record.headline
         if record.kv.peak_live:
             for name, sizes in self.sizes.items():
                 sizes.setdefault(sample, []).append(getattr(record.kv, name))
@@ -121,10 +125,10 @@ class Run:
             self.from_files[record.key] = int(record.metrics.get("ingest_files") or 0)
         self.failed[sample] += record.score is None
         if record.score is None and not found:
-            self.uncounted[sample] += 1
+            self.uncounted.setdefault(sample, set()).add(trial)
         for known, pairs in ((self.counts, found), (self.means, record.means)):
             for name, pair in pairs.items():
-                _add(known.setdefault(name, {}), sample, pair)
+                known.setdefault(name, {}).setdefault(sample, {})[trial] = pair
 
     def records(self) -> list[TrialRecord]:
         """Read the record that counts for each (sample, trial) again, sorted by key."""
@@ -331,7 +335,7 @@ class RunGroup:
 
     @cached_property
     def trials(self) -> dict[str, list[float]]:
-        found: dict[str, dict[tuple[int, int], float]] = {}
+        found: dict[str, dict[Trial, float]] = {}
         for run in self.runs:
             for sample, scores in run.scores.items():
                 found[sample] = {**scores, **found.get(sample, {})}
@@ -357,7 +361,7 @@ class RunGroup:
         if k is not None:
             found = pass_scores(self.trials, k, self.clusters)
             return found if found.parts else None
-        counts = self._counts(metric, asked or {})
+        counts = self._sums(lambda run: run.counts.get(metric, {}), asked or {})
         return Scores.of_counts(counts, self.clusters) if counts else None
 
     def means(self, metric: str) -> Scores | None:
@@ -365,37 +369,26 @@ class RunGroup:
 
         Samples whose trials all failed have none.
         """
-        totals: dict[str, tuple[float, float]] = {}
-        for run in self._apart():
-            for sample, pair in run.means.get(metric, {}).items():
-                _add(totals, sample, pair)
+        totals = self._sums(lambda run: run.means.get(metric, {}), {})
         return Scores.of_counts(totals, self.clusters) if totals else None
 
-    def _counts(self, metric: str, asked: Mapping[str, float]) -> dict[str, tuple[float, float]]:
-        counts: dict[str, tuple[float, float]] = {}
-        for run in self._apart():
-            for sample, pair in run.counts.get(metric, {}).items():
-                _add(counts, sample, pair)
-            for sample, failed in run.uncounted.items():
-                if sample in asked:
-                    _add(counts, sample, (0.0, failed * asked[sample]))
-        return counts
-
-    def _apart(self) -> list[Run]:
-        """Return the runs that share no trial with an earlier one: sub-scores come summed."""
-        kept: list[Run] = []
-        seen: set[tuple[object, ...]] = set()
+    def _sums(
+        self, parts: Callable[[Run], Parts], asked: Mapping[str, float]
+    ) -> dict[str, tuple[float, float]]:
+        """Add up two figures over each sample's trials; a run counts for those it was first at."""
+        sums: dict[str, tuple[float, float]] = {}
+        seen: set[tuple[str, Trial]] = set()
         for run in self.runs:
-            own = {(name, *trial) for name, scores in run.scores.items() for trial in scores}
-            if not own & seen:
-                kept.append(run)
-                seen |= own
-        return kept
-
-
-def _add(sums: dict[str, tuple[float, float]], name: str, pair: tuple[float, float]) -> None:
-    old = sums.get(name, (0.0, 0.0))
-    sums[name] = (old[0] + pair[0], old[1] + pair[1])
+            own = parts(run)
+            for sample, trial in ((name, each) for name in run.scores for each in run.scores[name]):
+                pair = own.get(sample, {}).get(trial)
+                if pair is None and sample in asked and trial in run.uncounted.get(sample, ()):
+                    pair = (0.0, asked[sample])
+                if pair is not None and (sample, trial) not in seen:
+                    old = sums.get(sample, (0.0, 0.0))
+                    sums[sample] = (old[0] + pair[0], old[1] + pair[1])
+                seen.add((sample, trial))
+        return sums
 
 
 def grouped(runs: Iterable[Run]) -> list[RunGroup]:
@@ -444,8 +437,9 @@ def asked_once(groups: Iterable[RunGroup], metric: str) -> dict[str, float]:
     """Return what one trial of a sample is asked of a sub-score, from any run that says so."""
     found: dict[str, float] = {}
     for run in chain.from_iterable(group.runs for group in groups):
-        for sample, (_, asked) in run.counts.get(metric, {}).items():
-            counted = len(run.scores[sample]) - run.uncounted.get(sample, 0)
+        for sample, pairs in run.counts.get(metric, {}).items():
+            asked = sum(each for _, each in pairs.values())
+            counted = len(run.scores[sample]) - len(run.uncounted.get(sample, ()))
             if counted > 0 and asked:
                 found.setdefault(sample, asked / counted)
     return found

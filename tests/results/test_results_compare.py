@@ -22,12 +22,12 @@ from agentbench_kv.results.baseline import (
     save_baseline,
     unread,
 )
-from agentbench_kv.results.compare import compare
+from agentbench_kv.results.compare import compare, sides
 from agentbench_kv.results.compare_text import TEXT_FORMATS, targets
 from agentbench_kv.results.drift import speed_conditions
 from agentbench_kv.results.gate import Verdict, describe, repeats
 from agentbench_kv.results.run_info import read_info, write_info
-from agentbench_kv.results.runs import CONDITIONS, load_runs
+from agentbench_kv.results.runs import CONDITIONS, RunGroup, asked_once, load_runs
 from agentbench_kv.results.store import RunStore
 
 PROVENANCE = {
@@ -119,6 +119,47 @@ def test_failures_count_as_nothing_right_of_what_was_asked(write_run):
         assert (row.n, row.cand_level) == (10, 0.5)
     with pytest.raises(UsageError, match=r"no sub-score 'tol'; known: .*tool"):
         compare(base, cand, metric="tol")
+
+
+@pytest.mark.parametrize("metric", ["score", "tool"])
+def test_a_small_earlier_run_does_not_hide_the_later_full_one(write_run, metric):
+    """Of sub-scores only the 40 samples of the first run counted, and that was `ok`."""
+    base = load(write_run("a", [1] * 200))
+    cand = [
+        *load(write_run("b", [1] * 40, folder="o", spec={"limit": 40})),
+        *load(write_run("c", [0] * 20 + [1] * 20 + [0] * 160, folder="o", spec={"limit": 200})),
+    ]
+    (row,) = compare(base, cand, metric=metric).rows
+    assert (row.verdict, row.n, row.only_base, row.cand_level) == ("regression", 200, 0, 0.2)
+    (row,) = compare(cand, base, metric=metric).rows
+    assert (row.n, row.base_level) == (200, 0.2)
+
+
+def test_trials_of_several_runs_count_once_in_sub_scores(write_run, make_trial):
+    """The earliest of a trial, also where that failed without saying what it was asked."""
+    first = load(write_run("a", [None, 1, 0.0]))
+    later = load(write_run("b", [1, 1, 1, 0], folder="o"))
+    (group,) = sides([*first, *later])["micro/recall-1k", "micro"].values()
+    asked = asked_once([group], "tool")
+    assert group.scores("tool", asked).parts == {
+        "s0": (0.0, 1.0), "s1": (1.0, 1.0), "s2": (0.0, 1.0), "s3": (0.0, 1.0),
+    }  # fmt: skip
+    path = write_run("c", [], folder="p")
+    with RunStore(path.parent).open(path.name, read_info(path).spec, PROVENANCE) as run:
+        run.append_trial(make_trial("s0", trial=1, metrics={"tool_right": 1, "tool_asked": 2}))
+    both = RunGroup("full", (*later, *load(path)))
+    assert both.scores("tool").parts["s0"] == (2.0, 3.0)
+
+
+def test_samples_played_without_a_figure_are_never_ok(write_run):
+    base = load(write_run("a", [1] * 60, metrics={"more_right": 1, "more_asked": 1}))
+    few = {"metrics": {"more_right": 1, "more_asked": 1}, "spec": {"limit": 40}}
+    cand = load(write_run("b", [1] * 40, folder="o", **few))
+    assert compare(base, cand, metric="more").verdict == "ok"
+    rest = load(write_run("c", [1] * 60, folder="o", spec={"limit": 60}))
+    found = compare(base, [*cand, *rest], metric="more")
+    assert (found.verdict, found.rows[0].n, found.rows[0].unsaid) == ("inconclusive", 40, 20)
+    assert "20 of BASE's sessions have no more here" in found.rows[0].unfinished
 
 
 def test_one_verdict_over_all_tasks_or_one_a_task(write_run):
