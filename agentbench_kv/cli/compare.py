@@ -124,8 +124,8 @@ def compare(
 
     Exit codes: 0 ok, 3 regression, 4 inconclusive, 2 the two cannot be compared.
 
-    With --engines all runs named are of one method on different engines; exit code 0 if every
-    sample has the same score and the same tokens, else 1.
+    With --engines all runs named are of one method on different engines; exit code 0 if they are
+    valid and every sample has the same score and the same tokens, else 1.
     """
     form = "json" if as_json else form
     if engines:
@@ -272,10 +272,17 @@ def _show_runs(runs: Sequence[Run]) -> None:
 
 def _show_engines(sources: Sequence[str], out: Path, as_json: bool) -> int:
     """Print the cross-engine table of some runs; return the exit code."""
-    from agentbench_kv.results.baseline import open_sides
+    from agentbench_kv.results.baseline import open_sides, unread
+    from agentbench_kv.results.compare_text import tell
     from agentbench_kv.results.engines import consistency
 
-    with open_sides(sources, out) as (sides, _):
+    with open_sides(sources, out) as (sides, problems):
+        if broken := unread(sides, problems):
+            raise UsageError(
+                f"{broken[0].path} cannot be read ({broken[0].reason}); mend it, or name the "
+                "other runs one by one"
+            )
+        tell(problems)
         runs = [run for side in sides for run in side]
         found = consistency(runs)
     found = found.with_gaps(_gaps(runs, found))
@@ -287,7 +294,7 @@ def _show_engines(sources: Sequence[str], out: Path, as_json: bool) -> int:
 
 
 def _print_engines(found: Consistency) -> None:
-    from agentbench_kv.results.terminal import console, new_table
+    from agentbench_kv.results.terminal import console, new_table, plain
 
     budget = "" if found.budget is None else f" at {found.budget}"
     console().print(f"{found.task}, {found.model}, {found.method}{budget}", markup=False)
@@ -301,6 +308,10 @@ def _print_engines(found: Consistency) -> None:
         for row in found.rows
     ]
     console().print(new_table(*columns, rows=rows))
+    for row in found.rows:
+        if row.lacking:
+            told = f"{row.run_id} proves nothing: {row.lacking}"
+            console().print(plain(told), soft_wrap=True)
     if found.differences:
         columns = ("sample", "trial", "engine", "score", "first differing token", "logit gap")
         console().print(new_table(*columns, rows=map(_difference, found.differences)))

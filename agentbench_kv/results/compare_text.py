@@ -53,8 +53,7 @@ def show(
     What could not be read is a line each on stderr. A PrerequisiteError if a file cannot be
     written.
     """
-    for problem in problems:
-        sys.stderr.write(visible(f"kvbench: {problem.path}: {problem.reason}") + "\n")
+    tell(problems)
     for kind, path in files:
         with writing(path):
             path.write_text(TEXT_FORMATS[kind](comparison), encoding="utf-8")
@@ -62,6 +61,12 @@ def show(
         _print(comparison)
     else:
         sys.stdout.write(TEXT_FORMATS[form](comparison))
+
+
+def tell(problems: Sequence[Problem]) -> None:
+    """Say on stderr what could not be read."""
+    for problem in problems:
+        sys.stderr.write(visible(f"kvbench: {problem.path}: {problem.reason}") + "\n")
 
 
 def _print(comparison: Comparison) -> None:

@@ -50,6 +50,7 @@ class EngineRow:
     equal_scores: int
     equal_tokens: int | None  # None if a run does not say what it generated
     score: float | None  # mean over the trials
+    lacking: str | None = None  # why equal trials are no proof: not valid, or not all of the base's
 
 
 @dataclass(frozen=True)
@@ -65,9 +66,10 @@ class Consistency:
 
     @property
     def equal(self) -> bool:
-        """Whether every trial has the same score and the same tokens on every engine."""
+        """Whether every trial has the same score and tokens in valid runs on every engine."""
         return not self.differences and all(
-            row.trials == row.equal_scores == row.equal_tokens for row in self.rows
+            row.lacking is None and row.trials == row.equal_scores == row.equal_tokens
+            for row in self.rows
         )
 
     def with_gaps(self, gaps: Mapping[int, tuple[float | None, str]]) -> Consistency:
@@ -84,11 +86,10 @@ class Consistency:
 def consistency(runs: Sequence[Run]) -> Consistency:
     """Compare runs that differ in their engine only; the embedded engine's is the base if there.
 
-    A UsageError if there are fewer than two, they differ in more than the engine, or share no
-    trial.
+    A UsageError if there are fewer than two, or of fewer than two engines, one is there twice, they
+    differ in more than the engine, or share no trial.
     """
-    if len(runs) < 2:
-        raise UsageError(f"{len(runs)} run; --engines compares two or more")
+    _refuse_alike(runs)
     base, *others = sorted(runs, key=lambda run: run.setting.engine != "embedded")
     for other in others:
         # The model's name is compared by its end: each engine has it in another folder.
@@ -105,6 +106,22 @@ def consistency(runs: Sequence[Run]) -> Consistency:
     differences = tuple(each for _, found in compared for each in found)
     setting = base.setting
     return Consistency(setting.task, base.label, base.budget, setting.model, rows, differences)
+
+
+def _refuse_alike(runs: Sequence[Run]) -> None:
+    if len(runs) < 2:
+        raise UsageError(f"{len(runs)} run; --engines compares two or more")
+    seen = set[tuple[str, str, float]]()
+    for run in runs:
+        key = (run.setting.engine, run.run_id, run.info.created)
+        if key in seen:
+            raise UsageError(f"{run.run_id} is there twice; name the run of each engine once")
+        seen.add(key)
+    if len({run.setting.engine for run in runs}) < 2:
+        raise UsageError(
+            f"all {len(runs)} runs are on {runs[0].setting.engine}; --engines compares runs on two "
+            "engines or more"
+        )
 
 
 def first_difference(base: Outputs, other: Outputs) -> tuple[int, int] | None:
@@ -140,7 +157,17 @@ def _compare(base: Run, run: Run) -> tuple[EngineRow, list[Difference]]:
     alike = number - sum(each.scores[0] != each.scores[1] for each in found)
     equal = None if unknown else number - sum(each.turn is not None for each in found)
     mean = sum(theirs[key].headline for key in shared) / number
-    return EngineRow(engine, run.run_id, number, alike, equal, mean), found
+    lacking = _lacking(run, len(mine) - number)
+    return EngineRow(engine, run.run_id, number, alike, equal, mean, lacking), found
+
+
+def _lacking(run: Run, missing: int) -> str | None:
+    """Say why a run is no proof, whatever its trials hold; one declared so short by a limit is."""
+    if not run.valid:
+        return run.reason
+    if missing and run.spec.get("limit") != len(run.scores):
+        return f"{missing} of the base's trials are missing, which no limit of its own explains"
+    return None
 
 
 def _outputs(run: Run, record: TrialRecord) -> Outputs | None:

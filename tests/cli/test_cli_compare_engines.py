@@ -62,6 +62,25 @@ def test_a_changed_token_is_found_with_its_logit_gap(
     assert one["gap"] > 0, one["note"]
 
 
+def test_what_was_cut_off_or_cannot_be_read_is_not_equal(
+    kvbench: KvBench, run: Path, tmp_path: Path
+) -> None:
+    copy = elsewhere(run, tmp_path / "runs" / "copy")
+    lines = (copy / "samples.jsonl").read_text().splitlines(keepends=True)
+    (copy / "samples.jsonl").write_text(lines[0] + lines[1][:40])
+    result = kvbench("compare", "--engines", str(run), str(copy))
+    assert result.returncode == 1
+    assert "proves nothing: incomplete: 1 of 2 trials finished" in result.stdout
+    assert "samples.jsonl" in result.stderr
+    broken = elsewhere(run, tmp_path / "runs" / "broken")
+    (broken / "run.json").write_text("{")
+    result = kvbench("compare", "--engines", str(run), str(tmp_path / "runs"))
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "broken cannot be read (" in result.stderr
+    result = kvbench("compare", "--engines", str(run), str(run))
+    assert (result.returncode, len(result.stderr.splitlines())) == (2, 1)
+
+
 def test_more_than_two_runs_need_engines(kvbench: KvBench, run: Path) -> None:
     result = kvbench("compare", str(run), str(run), str(run))
     assert result.returncode == 2

@@ -15,19 +15,31 @@ from agentbench_kv.results.store import RunStore
 
 Write = Callable[..., Run]
 SAID = ["1 2 3", "4 5"]
+KV = {"logical": 1000, "peak_live": 300, "events": 1, "evicted": 700, "longest_prefill": 90}
 
 
 @pytest.fixture
 def write(tmp_path: Path, spec: dict[str, Any], make_trial: Callable[..., Any]) -> Write:
     """Return a function that writes a run of two samples and loads it."""
 
-    def make(engine: str, said: list[str] | None = SAID, score: float = 1.0, **other: Any) -> Run:
-        with RunStore(tmp_path).open(engine, spec | {"engine": engine} | other) as run:
-            for sample, words, points in (("s0", SAID, 1.0), ("s1", said, score)):
+    def make(
+        engine: str,
+        said: list[str] | None = SAID,
+        score: float = 1.0,
+        *,
+        most: int = 2,
+        expected: int = 2,
+        **other: Any,
+    ) -> Run:
+        name = f"{engine}{len(list(tmp_path.iterdir()))}"
+        played = [("s0", SAID, 1.0), ("s1", said, score)][:most]
+        whole = spec | {"engine": engine} | other
+        with RunStore(tmp_path).open(name, whole, expected_trials=expected) as run:
+            for sample, words, points in played:
                 document = {} if words is None else {"generated": words}
                 link = run.save_transcript(sample, 0, document)
-                run.append_trial(make_trial(sample, score=points, transcript=link))
-        return load_run(tmp_path / engine)
+                run.append_trial(make_trial(sample, score=points, transcript=link, kv=KV))
+        return load_run(tmp_path / name)
 
     return make
 
@@ -88,3 +100,36 @@ def test_runs_that_differ_otherwise_are_refused(write: Write, other: dict[str, A
 def test_one_run_is_refused(write: Write) -> None:
     with pytest.raises(UsageError, match="two or more"):
         consistency([write("embedded")])
+
+
+def test_an_interrupted_run_is_not_equal(write: Write) -> None:
+    """Its one trial of fifty had the base's tokens, and the exit code was 0."""
+    found = consistency([write("embedded"), write("vllm", most=1)])
+    assert (found.rows[1].trials, found.rows[1].equal_tokens, found.differences) == (1, 1, ())
+    assert found.rows[1].lacking == "incomplete: 1 of 2 trials finished"
+    assert not found.equal
+    assert not consistency([write("embedded", most=1), write("vllm")]).equal
+
+
+def test_fewer_trials_than_the_base_are_equal_only_by_a_limit(write: Write) -> None:
+    base = write("embedded")
+    found = consistency([base, write("vllm", most=1, expected=1)])
+    assert "1 of the base's trials are missing" in (found.rows[1].lacking or "")
+    assert not found.equal
+    assert consistency([base, write("vllm", most=1, expected=1, limit=1)]).equal
+
+
+def test_a_budget_that_was_not_applied_proves_nothing(write: Write) -> None:
+    found = consistency([write("embedded", budget=64), write("vllm", budget=64)])
+    assert "exceeded the budget" in (found.rows[0].lacking or "")
+    assert not found.equal
+
+
+def test_one_run_twice_and_one_engine_twice_are_refused(write: Write) -> None:
+    base, again = write("embedded"), write("embedded")
+    with pytest.raises(UsageError, match="is there twice"):
+        consistency([base, base])
+    with pytest.raises(UsageError, match="is there twice"):
+        consistency([base, write("vllm"), base])
+    with pytest.raises(UsageError, match="all 2 runs are on embedded"):
+        consistency([base, again])
