@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MEANS = ("kl", "dnll", "flips")  # of which less is better; all but the last in nats
+from agentbench_kv.results.fidelity import MEANS, diverges
+
 _OF_TOKENS = (*MEANS, "top1", "right")
 SURE = 0.1  # how far the full cache's best is ahead of the second where a change is a flip
 DISTANCES = (1, 8, 32, 128)  # tokens since the last event, upper ends; beyond: `later`
@@ -108,7 +109,7 @@ class FidelityCounts:
         """Return the sums as a trial's metrics: means as `x_total`, `x_count`, shares as pairs."""
         found: dict[str, float] = {}
         for name, (total, count) in sorted(self.sums.items()):
-            mean = name.partition("_")[0] in MEANS
+            mean = diverges(name)
             found[f"{name}_total" if mean else f"{name}_right"] = total
             found[f"{name}_count" if mean else f"{name}_asked"] = count
         return found

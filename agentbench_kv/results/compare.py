@@ -17,7 +17,7 @@ from agentbench_kv.errors import UsageError
 from agentbench_kv.results import gate
 from agentbench_kv.results.contrast import SPEED, Contrast, Pair, contrast
 from agentbench_kv.results.drift import Drift, find_drift
-from agentbench_kv.results.fidelity import KL, of_fidelity
+from agentbench_kv.results.fidelity import KL, diverges, of_fidelity
 from agentbench_kv.results.gate import MARGIN, Design, Rule, Verdict
 from agentbench_kv.results.run_info import holder
 from agentbench_kv.results.runs import SCORE, SIZES, Problem, Run, RunGroup
@@ -113,8 +113,14 @@ def compare(
         drift=drift,
         missing=missing,
         notes=list(dict.fromkeys([*notes, *(note for row in rows for note in row.notes)])),
-        noise=gate.describe(gate.repeats([*base, *cand, *noise])),
+        noise=_floor(metric, [*base, *cand, *noise]),
     )
+
+
+def _floor(metric: str, runs: Sequence[Run]) -> str:
+    if metric in (*SIZES, SPEED) or diverges(metric):
+        return f"the A/A noise floor of {metric} is unknown: scores and their parts alone have one"
+    return gate.describe(gate.repeats(runs, metric))
 
 
 def _judged_by(pairs: Sequence[Pair]) -> str:

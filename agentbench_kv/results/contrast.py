@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from agentbench_kv.errors import UsageError
 from agentbench_kv.results import stats
-from agentbench_kv.results.fidelity import FLIPS
+from agentbench_kv.results.fidelity import FLIPS, diverges
 from agentbench_kv.results.gate import Rule, Verdict, units_to_decide
 from agentbench_kv.results.records import TrialRecord
 from agentbench_kv.results.runs import SIZES, RunGroup, asked_once
@@ -129,7 +129,7 @@ def _kind(pairs: Sequence[Pair], metric: str) -> Kind:
     if metric in (*SIZES, SPEED):
         return "size"
     runs = (run for pair in pairs for group in (pair.base, pair.cand) for run in group.runs)
-    return "mean" if any(metric in run.means for run in runs) else "score"
+    return "mean" if diverges(metric) and any(metric in run.means for run in runs) else "score"
 
 
 def _unit(pairs: Sequence[Pair], metric: str) -> Unit:
@@ -190,10 +190,14 @@ def _lacking(pairs: Sequence[Pair], metric: str) -> str:
     if (k := stats.pass_k(metric)) is not None:
         return f"no sample of one side has {k} trials; run it with --trials {k} or more"
     runs = [run for pair in pairs for group in (pair.base, pair.cand) for run in group.runs]
-    if any(metric in run.means for run in runs):
+    means = {name for run in runs for name in run.means}
+    divergences = set(filter(diverges, means))
+    if metric in divergences:
         return f"{_ids(pairs)}: one side has no {metric}"
-    counted = sorted({name for run in runs for name in (*run.counts, *run.means)})
+    counted = sorted(divergences.union(*(run.counts for run in runs)))
     known = ", ".join(["score", "pass^k", *SIZES, SPEED, *counted])
+    if metric in means:
+        return f"{metric} is a mean of which more is no better or worse by itself; known: {known}"
     return f"the records have no sub-score {metric!r}; known: {known}"
 
 

@@ -9,6 +9,7 @@ from agentbench_kv.results.runs import Run, RunGroup
 from agentbench_kv.results.stats import Interval, level, open_level
 
 KL, VALUE, FLIPS = "kl", "kl_value", "flips"
+MEANS = (KL, "dnll", FLIPS)  # of which less is better; all but the last in nats
 SHARES = ("top1", "right", "calls_exact", "calls_exact_full")
 
 
@@ -19,6 +20,11 @@ def of_fidelity(run: Run) -> bool:
     fail is far too wide for such shares.
     """
     return KL in run.means
+
+
+def diverges(metric: str) -> bool:
+    """Whether a metric is a distance from the full cache, or a part of one (`kl_value`)."""
+    return metric.partition("_")[0] in MEANS
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from scipy.special import ndtr
 from scipy.stats import binom, norm
 
 from agentbench_kv.errors import UsageError
-from agentbench_kv.results.runs import SCORE, Run, RunGroup
+from agentbench_kv.results.runs import SCORE, Run, RunGroup, asked_once
 from agentbench_kv.results.stats import LEVEL, SEED, Change, change, paired_ends
 
 MARGIN, CATCH = 1.0, 10.0
@@ -224,12 +224,16 @@ class Repeat:
 
     first: Run
     second: Run
+    metric: str
     change: Change
     changed: int  # samples whose score differs
 
 
 def repeats(runs: Iterable[Run], metric: str = SCORE) -> list[Repeat]:
-    """Compare every two runs of `full` of one setting that were run apart and share samples."""
+    """Compare every two runs of `full` of one setting that were run apart and share samples.
+
+    `metric` is a score, `pass^k` or a sub-score.
+    """
     full = [run for run in runs if run.method == "full" and run.valid]
     pairs = (_repeat(a, b, metric) for a, b in combinations(full, 2) if _twice(a, b))
     return [pair for pair in pairs if pair is not None]
@@ -242,8 +246,9 @@ def describe(found: Sequence[Repeat]) -> str:
     worst = max(found, key=lambda each: (abs(each.change.point), each.changed / each.change.n))
     gap = worst.change
     several = f", the widest of {len(found)} pairs" if len(found) > 1 else ""
+    of = "" if worst.metric == SCORE else f" of {worst.metric}"
     return (
-        f"A/A noise floor on {worst.first.setting.task}: full against full "
+        f"A/A noise floor{of} on {worst.first.setting.task}: full against full "
         f"{100 * gap.point:+.1f} points [{100 * gap.low:+.1f}, {100 * gap.high:+.1f}], "
         f"{worst.changed} of {gap.n} samples changed{several}"
     )
@@ -257,8 +262,12 @@ def _twice(a: Run, b: Run) -> bool:
 
 
 def _repeat(a: Run, b: Run, metric: str) -> Repeat | None:
-    first, second = (RunGroup(run.label, (run,)).scores(metric) for run in (a, b))
+    groups = [RunGroup(run.label, (run,)) for run in (a, b)]
+    asked = asked_once(groups, metric)
+    first, second = (group.scores(metric, asked) for group in groups)
     if not first or not second or (gap := change(first, second, tested=False)) is None:
         return None
     shared = first.parts.keys() & second.parts.keys()
-    return Repeat(a, b, gap, sum(first.parts[name] != second.parts[name] for name in shared))
+    return Repeat(
+        a, b, metric, gap, sum(first.parts[name] != second.parts[name] for name in shared)
+    )

@@ -586,6 +586,38 @@ def test_the_noise_floor_is_two_fulls_that_share_samples(write_run):
     assert "no A/A arm" in describe([])
 
 
+def test_the_noise_floor_is_that_of_the_metric(write_run):
+    """It was the score's for all: two runs 50 points apart had a floor of nothing."""
+    part = [{"part_right": right, "part_asked": 1} for right in (1, 0)]
+    sides = [
+        load(write_run(name, [1] * 40, folder=name, metrics=own))
+        for name, own in zip("ab", part, strict=True)
+    ]
+    floor = compare(*sides, metric="part").noise
+    assert floor.startswith("A/A noise floor of part on micro/recall-1k: full against full +100.0")
+    assert "40 of 40 samples changed" in floor
+    assert "0 of 40 samples changed" in compare(*sides).noise
+    for metric in ("peak_live", "output_tok_s"):
+        said = compare(*sides, metric=metric).noise
+        assert said.startswith(f"the A/A noise floor of {metric} is unknown")
+
+
+@pytest.mark.parametrize("metric", ["answer_ttft_ms", "recalled"])
+def test_a_mean_that_is_neither_better_nor_worse_is_refused(write_run, metric):
+    """A session's milliseconds were nats, and more of what was recalled was worse."""
+    sides = [
+        load(write_run(name, [1] * 40, folder=name,
+                       metrics={f"{metric}_total": total, f"{metric}_count": 1}))
+        for name, total in (("a", 100.0), ("b", 201.0))
+    ]  # fmt: skip
+    with pytest.raises(UsageError, match=f"{metric} is a mean of which more is no") as error:
+        compare(*sides, metric=metric)
+    assert "known: score" in str(error.value)
+    with pytest.raises(UsageError, match="no sub-score 'tol'") as error:
+        compare(*sides, metric="tol")
+    assert metric not in str(error.value)
+
+
 def test_a_run_and_its_own_copy_are_no_a_a_pair(write_run, tmp_path):
     run = load(write_run("a", [1] * 40))
     path = save_baseline("main", run, tmp_path)
