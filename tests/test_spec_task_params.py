@@ -72,3 +72,18 @@ def test_tasks_without_settings_leave_none_in_the_record(monkeypatch):
 def test_wrong_settings_are_named(setting, said):
     with pytest.raises(UsageError, match=said):
         resolve(BASE, setting)
+
+
+def test_changed_settings_are_what_differs_from_the_defaults():
+    resolved = resolve(BASE, {"route": "chat", "interval": "16"})
+    assert resolved.changed_settings == {"interval": 16, "route": "chat"}
+
+
+def test_what_a_task_fills_in_from_this_machine_is_no_changed_setting(monkeypatch):
+    """Else a run would have another name where other data is."""
+    resolved = resolve(BASE, {})
+    filled = {"route": "raw", "turns": 5, "corpus": "pages@here"}
+    monkeypatch.setattr(Told, "settings", lambda _: filled)
+    elsewhere = RunSpec(**vars(BASE) | {"task_params": {"corpus": "pages@there"}})
+    assert resolved.changed_settings == {}
+    assert elsewhere.changed_task_settings == {}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -86,6 +86,11 @@ def check_spec(evidence: RunEvidence) -> Checks:
         fit = without_figures(spec)
         if unfit(fit):  # what its settings name is not even looked for
             known["task_params"] = {}
+            unknown = sorted(spec.task_params.keys() - load_task(spec.task).parameters().keys())
+            yield from (
+                Fault("run.json: spec.task_params", f"has {shown(name)}, no setting of {spec.task}")
+                for name in unknown
+            )
         elif fit != spec:  # a name of any folder will do, and nothing opens it
             load_task(spec.task).create(spec.task_params)
         # Runs of before may spell an engine's own arguments with underscores.
@@ -122,6 +127,24 @@ def check_provenance(evidence: RunEvidence) -> Checks:
             expected["dtype"] = spec.dtype
     for name, value in expected.items():
         yield from expect(f"run.json: provenance.{name}", found.get(name), value)
+    said = found.get("changed_settings", {})
+    yield from expect("run.json: provenance.changed_settings", said, _changed(spec, said))
+
+
+def _changed(spec: RunSpec, said: Any) -> dict[str, Any]:
+    """Return the settings that a run's name must show.
+
+    The defaults of a plug-in that is not here nobody knows: what is said may stand if it is in the
+    spec.
+    """
+    try:
+        return spec.changed_settings
+    except KVBenchError:
+        given = said if isinstance(said, dict) else {}
+        own = {name: value for name, value in given.items() if spec.params.get(name, ...) == value}
+    with suppress(KVBenchError):  # an unknown task, which the spec is refused for
+        own |= spec.changed_task_settings
+    return own
 
 
 def check_memory(evidence: RunEvidence) -> Checks:

@@ -257,7 +257,7 @@ def _note_provenance(run: RunDir, setup: TrialSetup) -> None:
             "determinism": "greedy" if setup.spec.temperature == 0 else "seeded sampling",
             "concurrency": setup.spec.concurrency,
             "task": setup.task.provenance(),
-            "changed_settings": _changed_settings(setup.spec),
+            "changed_settings": setup.spec.changed_settings,
             **calibration_used(setup.spec.built_method),
             **setup.gateway.provenance(),
         }
@@ -268,13 +268,6 @@ def _note_provenance(run: RunDir, setup: TrialSetup) -> None:
             f"the model {setup.spec.model} changed since run {run.info.run_id} began; "
             "choose another --out"
         )
-
-
-def _changed_settings(spec: RunSpec) -> dict[str, Any]:
-    """Return the method's and the task's parameters that are not the defaults."""
-    defaults = load_task(spec.task).create({}).settings()
-    changed = {key: value for key, value in spec.task_params.items() if value != defaults.get(key)}
-    return {**spec.built_method.changed_settings(), **changed}
 
 
 _STOP_S = 3.0  # for cancelled trials to end before the engine is shut down under them

@@ -100,6 +100,24 @@ class RunSpec:
         """The method with this run's budget and parameters, built once."""
         return make_method(self.method, self.budget, self.params)
 
+    @property
+    def changed_settings(self) -> dict[str, Any]:
+        """The method's and the task's parameters that are not the defaults."""
+        return {**self.built_method.changed_settings(), **self.changed_task_settings}
+
+    @property
+    def changed_task_settings(self) -> dict[str, Any]:
+        """The task's parameters that are not the defaults."""
+        task = load_task(self.task)
+        usual, declared = task.create({}).settings(), task.parameters()
+        # What a task fills in says which data is on this machine, and is nobody's choice.
+        filled = {k for k, v in usual.items() if k in declared and v != declared[k].default}
+        return {
+            key: value
+            for key, value in self.task_params.items()
+            if value != usual.get(key) and key not in filled
+        }
+
     def trial_seed(self, sample: str, trial: int) -> int:
         """Return the seed of one trial: the same for every method, engine and budget."""
         text = f"{self.seed}/{self.task}/{sample}/{trial}"

@@ -153,13 +153,15 @@ def smaller_budget_everywhere(f: Any, _: Any) -> None:
 
 
 def fulls_answers_as_agentkv(f: Any, honest: dict[str, Path]) -> None:
-    spec = json.loads((honest["agentkv"] / "run.json").read_text())["spec"]
+    agentkv = json.loads((honest["agentkv"] / "run.json").read_text())
+    spec, changed = agentkv["spec"], agentkv["provenance"]["changed_settings"]
     name = f.run.name
     shutil.rmtree(f.run)
     shutil.copytree(honest["full"], f.run)
     for extra in (".lock", "engine.log"):
         (f.run / extra).unlink(missing_ok=True)
     f.info(lambda info: info.update(spec=spec, run_id=name))
+    f.info(lambda info: info["provenance"].update(changed_settings=changed))
     f.cover(rename=True)
 
 
@@ -492,6 +494,53 @@ def test_a_calibration_is_part_of_the_run(
     forge(forged)
     findings = [str(each) for each in validate(forged.cover()).findings]
     assert any(said in line for line in findings), findings
+
+
+def a_setting_unnamed(f: Any) -> None:
+    f.info(lambda info: info["provenance"].update(changed_settings={}))
+
+
+def settings_left_out(f: Any) -> None:
+    f.info(lambda info: info["provenance"].pop("changed_settings"))
+
+
+def praise_for_a_setting(f: Any) -> None:
+    praise = {"trained on": "the test set (SOTA)"}
+    f.info(lambda info: info["provenance"].update(changed_settings=praise))
+
+
+def praise_for_a_plug_ins_setting(f: Any) -> None:
+    praise_for_a_setting(f)
+    a_plug_in_nobody_has(f, None)
+
+
+def a_plug_ins_setting(f: Any) -> None:
+    a_plug_in_nobody_has(f, None)
+    params = json.loads((f.run / "run.json").read_text())["spec"]["params"]
+    own = {"interval": params["interval"]}
+    f.info(lambda info: info["provenance"].update(changed_settings=own))
+
+
+@pytest.mark.parametrize(
+    ("subject", "forge", "said"),
+    [
+        ("agentkv", a_setting_unnamed, "is {}, expected {'interval': 64}"),
+        ("agentkv", settings_left_out, "is {}, expected {'interval': 64}"),
+        ("rkv", praise_for_a_setting, "is {'trained on': 'the test set (SOTA)'}, expected {}"),
+        ("rkv", praise_for_a_plug_ins_setting, "is {'trained on': 'the test set (SOTA)'}"),
+        ("rkv", a_plug_ins_setting, ""),
+        ("rkv", settings_left_out, ""),  # as runs of before have none
+    ],
+)
+def test_nobody_chooses_the_name_that_is_printed(
+    subject: str, forge: Callable[[Any], None], said: str, submit: Callable[..., Any]
+) -> None:
+    forged = submit(subject)
+    assert not validate(forged.folder).findings
+    forge(forged)
+    findings = [str(each) for each in validate(forged.cover()).findings]
+    assert all(f"provenance.changed_settings: {said}" in line for line in findings), findings
+    assert bool(findings) is bool(said)
 
 
 def faster_in_every_file(f: Any, _: Any) -> None:

@@ -230,13 +230,20 @@ def test_a_submission_never_makes_its_reader_ask_anybody(
     monkeypatch.setattr(socket.socket, "connect", refuse)
     monkeypatch.setattr(Corpus, "load", refuse)
     settings = FramesSynthetic().settings()
-    settings |= {"judge": "http://192.0.2.1/v1|x", "corpus": "../../etc"}
+    elsewhere = {"judge": "http://192.0.2.1/v1|x", "corpus": "../../etc"}
+    settings |= elsewhere
+    forger.info(lambda info: info["provenance"].update(changed_settings=elsewhere))
     forger.info(lambda info: info["spec"].update(task="frames/synthetic", task_params=settings))
     forger.trials(lambda row: row.update(seed=spec_of(forger.run).trial_seed(row["sample_id"], 0)))
     (run,) = validate(forger.cover(rename=True)).runs
     assert not run.findings
     assert run.label is Label.SELF_REPORTED
     assert "played with corpus, judge, which is not started for a submission" in run.notes[0]
+    said = elsewhere | {"SOTA": "yes"}  # and what the task has not may not hide behind them
+    forger.info(lambda info: info["provenance"].update(changed_settings=said))
+    forger.info(lambda info: info["spec"]["task_params"].update(SOTA="yes"))
+    (finding,) = validate(forger.cover(rename=True)).findings
+    assert "spec.task_params: has 'SOTA', no setting of frames/synthetic" in str(finding)
 
 
 def test_the_manifest_names_the_files_it_was_made_of(submit: Any) -> None:

@@ -224,6 +224,7 @@ def test_an_encoder_that_is_not_here_keeps_nobody_from_being_marked(
 
     def named(info: Document) -> None:
         info["spec"]["task_params"][setting] = value
+        info["provenance"]["changed_settings"][setting] = value
 
     def more(row: Document) -> None:
         row["metrics"]["f1_right"] = 2.5

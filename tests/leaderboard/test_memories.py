@@ -126,6 +126,7 @@ def fewer_messages_needed(f: Any) -> None:
 def random_blocks_as_attention(f: Any) -> None:
     """Show what random blocks made of the task, as what attention did."""
     f.info(lambda info: info["spec"]["params"].pop("pick"))
+    f.info(lambda info: info["provenance"]["changed_settings"].pop("pick"))
     f.cover(rename=True)
 
 
@@ -317,6 +318,7 @@ def test_a_package_that_asks_a_model_is_refused_in_a_line(packed: Packed, method
     made = packed("attention")
     params = make_method(method, None, {}).settings()
     made.info(lambda info: info["spec"].update(method=method, params=params))
+    made.info(lambda info: info["provenance"].update(changed_settings={}))
     made.cover(rename=True)
     (finding,) = validate(made.folder).findings
     assert f"kvbench env create {method}" in str(finding)
