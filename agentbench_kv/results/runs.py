@@ -30,6 +30,7 @@ Parts = dict[str, dict[Trial, tuple[float, float]]]
 SCORE = "score"
 # What a session held at most and read, as records call it; bytes over all layers and heads.
 SIZES = ("peak_bytes", "bytes_read", "peak_live")
+LOGICAL = "logical"  # tokens that a session ever saw, of which `peak_live` is a share
 # What a method does not set and scores depend on: only runs alike in it compare.
 CONDITIONS = (
     "temperature",
@@ -97,8 +98,8 @@ class Run:
             for record in records
             if (found := record.metrics.get("system_sha")) is not None
         }
-        # Each of `SIZES` of each sample's trials that reached the engine.
-        self.sizes: dict[str, dict[str, list[int]]] = {name: {} for name in SIZES}
+        # Each of `SIZES`, and `LOGICAL`, of each sample's trials that reached the engine.
+        self.sizes: dict[str, dict[str, list[int]]] = {name: {} for name in (*SIZES, LOGICAL)}
         # Sub-score to right and asked of each sample's trials, by index and seed as scores are.
         self.counts: dict[str, Parts] = {}
         # Mean without bounds to total and count of each sample's trials.
@@ -317,7 +318,7 @@ class RunGroup:
         return set().union(*(run.triggered for run in self.runs))
 
     def sizes(self, name: str) -> dict[str, list[int]]:
-        """Return one of `SIZES` of each sample's trials that reached the engine, of all runs.
+        """Return a size of each sample's trials that reached the engine, of all runs.
 
         Empty if a session of any run does not say: a mean over the others would be of others.
         """

@@ -148,6 +148,28 @@ def test_rows_of_every_query_head_weigh_what_they_are(write: Write, tmp_path: Pa
     assert [tier.name for tier in view.tiers] == ["10–25%", "75–95%"]  # noqa: RUF001
 
 
+def test_what_a_run_played_besides_moves_no_tier(write: Write, tmp_path: Path) -> None:
+    """240 sessions that are on no board hold 5 %; the 24 that are hold what snapkv does."""
+    write("full", None, 1000)
+    write("snapkv", 700, live=990)
+    wide = write("agentkv", 700, live=990)
+    lines = (wide / "samples.jsonl").read_text().splitlines()
+    for number, line in enumerate(lines * 10):
+        record = json.loads(line)
+        record["sample_id"] = f"easy{number}"
+        record["kv"] |= {"peak_live": 50, "peak_bytes": 50 * ROW}
+        with (wide / "samples.jsonl").open("a") as file:
+            file.write(json.dumps(record) + "\n")
+    info = json.loads((wide / "run.json").read_text())
+    (wide / "run.json").write_text(json.dumps(info | {"expected_trials": 264}))
+    view = _view(tmp_path)
+    held = {e.group.label: view.held(e) for e in view.board.entries}
+    assert held["agentkv"] == held["snapkv"]
+    (tier,) = view.tiers
+    assert tier.name == "over 95%"
+    assert {each.entry.group.label for each in tier.ranks} == {"agentkv", "snapkv"}
+
+
 def test_records_without_bytes_are_named_and_drawn_nowhere(write: Write, tmp_path: Path) -> None:
     write("full", None, 1000)
     write("rkv")

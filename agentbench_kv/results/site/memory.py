@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from agentbench_kv.results.ranking import Board, Entry
+from agentbench_kv.results.runs import LOGICAL
 
 
 @dataclass(frozen=True)
@@ -32,11 +33,14 @@ def held(board: Board, entry: Entry) -> Held:
 
 
 def _kept_tokens(entry: Entry) -> float | None:
-    """Return the mean of peak live / logical tokens over the trials that have it."""
-    known = [(run.summary.kv, run.summary.trials) for run in entry.group.runs]
-    shares = [(kv.live_over_logical, trials) for kv, trials in known if kv]
-    trials = sum(count for _, count in shares)
-    return sum(share * count for share, count in shares) / trials if trials else None
+    """Return the mean of peak live / logical tokens, of the same sessions as the bytes."""
+    live, logical = (_own(entry, name) for name in ("peak_live", LOGICAL))
+    return _mean(
+        {
+            sample: [part / whole for part, whole in zip(live[sample], seen, strict=True)]
+            for sample, seen in logical.items()
+        }
+    )
 
 
 def _weight(board: Board, entry: Entry) -> float | None:
@@ -55,7 +59,7 @@ def _own(entry: Entry, name: str) -> dict[str, list[int]]:
     return {sample: own for sample, own in sizes.items() if sample in entry.scores.parts}
 
 
-def _mean(sizes: Mapping[str, Sequence[int]]) -> float | None:
+def _mean(sizes: Mapping[str, Sequence[float]]) -> float | None:
     return fmean(map(fmean, sizes.values())) if sizes else None
 
 
