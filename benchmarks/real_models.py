@@ -54,7 +54,7 @@ def commands(plan: Plan, model: str, out: Path) -> list[list[str]]:
     common += ["--timeout", "100000", "--quiet"]
     real = [*common, *plan.options, "--model", model, "--dtype", "bfloat16"]
     cells = [
-        [*common, "--engine", "scripted", "--model", "null", "--method", "full"],
+        [*common, *plan.options, "--engine", "scripted", "--model", "null", "--method", "full"],
         [*real, "--method", "full"],
     ]
     arms = [(method, budget) for budget in plan.budgets for method in METHODS]

@@ -305,6 +305,21 @@ def test_a_floor_on_other_samples_is_no_floor(make: Make, site: Any, tmp_path: P
     assert "Floor" not in (tmp_path / "site" / "index.html").read_text()
 
 
+def test_a_floor_of_other_settings_is_no_floor(make: Make, site: Any, tmp_path: Path) -> None:
+    """Doing nothing has 90 % where trick questions are kept: full's 50 % has no floor of 0."""
+    nothing = {"budget": None, "engine": "scripted", "model": "null", "dtype": "float32"}
+    settings = [{"adversarial": each} for each in ("keep", "drop")]
+    for kept, right in zip(settings, (54, 0), strict=True):
+        make("full", NAMES[:30], budget=None, task_params=kept, dtype="bfloat16")
+        make("full", NAMES[:right], task_params=kept, **nothing)
+    seen = {view.board.conditions: view.floor for view in views(load_runs([tmp_path / "runs"])[0])}
+    floors = {name: floor and floor.point for name, floor in seen.items()}
+    assert floors == {f"task_params={each}": o for each, o in zip(settings, (0.9, 0), strict=True)}
+    site()
+    page = (tmp_path / "site" / "index.html").read_text()
+    assert "Floor, an agent that does nothing: 90.0% [" in page
+
+
 def test_speed_is_shown_from_nine_runs_with_its_interval(
     make: Make, site: Any, tmp_path: Path
 ) -> None:

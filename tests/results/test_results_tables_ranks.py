@@ -191,6 +191,23 @@ def test_the_null_agent_is_measured_on_the_boards_samples(write, tmp_path):
     assert "null agent on 10 samples" in cells(tables[0], "no budget")
 
 
+def test_the_null_agent_was_asked_what_the_board_was(write, tmp_path):
+    """Doing nothing scores otherwise with other settings of the task: a table of its own."""
+    nothing = {"method": "full", "engine": "scripted", "model": "null"}
+    for kept, right in (("keep", 36), ("drop", 0), ("half", 18)):
+        settings = {"adversarial": kept}
+        if kept != "half":
+            write(f"full-{kept}", played(20), method="full", task_params=settings)
+        write(f"null-{kept}", played(right), task_params=settings, **nothing)
+    write("again", played(0), task_params={"adversarial": "drop"}, temperature=1.0, **nothing)
+    tables = built(tmp_path)
+    found = [[str(row.cells[0].value) for row in table.rows] for table in tables]
+    assert found == [["full", "null agent"], ["full", "null agent"], ["full"]]
+    floors = [cells(table, "no budget").get("null agent") for table in tables]
+    assert [each and each[0].value for each in floors] == [0.0, 0.9, None]
+    assert tables[2].where["model"] == "null"
+
+
 LOCOMO = [f"c{i // 20}" for i in range(200)]
 
 

@@ -20,6 +20,7 @@ from agentbench_kv.results.site.charts import NOTHING, percent, visible
 from agentbench_kv.results.site.memory import Held, held
 from agentbench_kv.results.stats import Interval, Median
 from agentbench_kv.results.tables.fidelity import contests, distance_tables, nearest
+from agentbench_kv.results.tables.floors import null_of
 from agentbench_kv.results.tables.model import Mark, Table
 
 TIERS = (0.10, 0.25, 0.50, 0.75, 0.95)  # of achieved KV
@@ -268,10 +269,6 @@ class BoardView:
 
 def views(runs: Sequence[Run]) -> list[BoardView]:
     """Return the boards of every setting but the null agent's, the largest of a setting first."""
-    null: dict[str, list[Run]] = {}
-    for run in runs:
-        if run.setting.null and run.valid:
-            null.setdefault(run.setting.task, []).append(run)
     every = [each for each in boards(runs) if not each.setting.null]
     labels = sorted({e.group.label for b in every for e in b.entries if e.group.holds_less})
     styles = {label: f"s{number % _COLOURS + 1}" for number, label in enumerate(labels)}
@@ -286,15 +283,15 @@ def views(runs: Sequence[Run]) -> list[BoardView]:
         name = " · ".join(visible(part, 120) for part in parts if part)
         sized = sizes[board.setting.task]
         ends = (min(sized), max(sized)) if sized else None
-        found.append(BoardView(board, name, key in seen, _floor(board, null), styles, ends))
+        found.append(BoardView(board, name, key in seen, _floor(board, runs), styles, ends))
         seen.add(key)
     return found
 
 
-def _floor(board: Board, null: Mapping[str, Sequence[Run]]) -> Interval | None:
+def _floor(board: Board, runs: Sequence[Run]) -> Interval | None:
     """Return the null agent's level, if it played every sample of the board."""
-    own = null.get(board.setting.task)
-    scores = RunGroup("null", tuple(own)).scores() if own else None
+    own = null_of((run for entry in board.entries for run in entry.group.runs), runs)
+    scores = own.scores() if own else None
     if scores is None or not board.samples or not board.samples <= scores.parts.keys():
         return None
     return stats.level(scores.only(set(board.samples)))

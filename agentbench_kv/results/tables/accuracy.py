@@ -16,11 +16,11 @@ from agentbench_kv.results.papers import (
     leaders,
 )
 from agentbench_kv.results.ranking import Board, Entry, boards, rank
-from agentbench_kv.results.runs import SCORE, Run, RunGroup, budget_order, grouped
+from agentbench_kv.results.runs import SCORE, Run, RunGroup, budget_order
 from agentbench_kv.results.stats import Interval, Scores, change, holm, level, pass_k, pass_levels
 from agentbench_kv.results.tables import model
 from agentbench_kv.results.tables.costs import conditions
-from agentbench_kv.results.tables.floors import OFF, floor_note, floor_of, floors_of
+from agentbench_kv.results.tables.floors import OFF, asked, floor_note, floor_of, floors_of, null_of
 from agentbench_kv.results.tables.model import Cell, Column, Kind, Mark, Row, Table, Unit
 
 OURS = "agentkv"  # the method whose firsts its authors count
@@ -166,7 +166,6 @@ PASSES = (
     "pass^k: the chance that k trials of a sample all succeed: C(c, k) / C(K, k) of its K trials "
     "with c successes, mean over samples (tau2-bench's convention)"
 )
-NULL = "null agent"
 NO_BUDGET = "no budget"
 FEW_GROUPS = 20
 Budgets = Sequence[int | str | None]
@@ -210,23 +209,24 @@ def pass_tables(runs: Sequence[Run]) -> list[Table]:
 
 
 def pages(runs: Sequence[Run], metric: str) -> Iterator[BoardPage]:
-    """Yield the boards in order; the null agent has its own only where nobody else ran its task."""
+    """Yield the boards in order; the null agent has its own only where nobody else was asked so."""
     known = boards(runs, metric)
-    played = {board.setting.task for board in known if not board.setting.null}
-    floor = [run for run in runs if run.setting.null and run.valid]
+    played = [asked(run) for run in runs if not run.setting.null]
     whole = {
         board.setting for board in known if any(floor_of(run) == OFF for run in _placed(board))
     }
     seen = set()
     for board in known:
-        task = board.setting.task
-        if board.setting.null and task in played:
+        placed = _placed(board)
+        if board.setting.null and all(asked(run) in played for run in placed):
             continue
         if board.entries or any(metric == SCORE or _own(run, metric) for run, _ in board.out):
-            if board.setting in whole and all(floor_of(run) != OFF for run in _placed(board)):
+            if board.setting in whole and all(floor_of(run) != OFF for run in placed):
                 continue
-            null = [(NULL, each) for each in grouped(r for r in floor if r.setting.task == task)]
-            beside = [] if board.setting.null else [*null, *floors_of(_placed(board), runs)]
+            beside: list[tuple[str, RunGroup]] = []
+            if not board.setting.null:
+                null = null_of(placed, runs)
+                beside = [*([(null.label, null)] if null else []), *floors_of(placed, runs)]
             smaller = (board.setting, board.conditions) in seen
             yield BoardPage(board, smaller, tuple(beside))
         seen.add((board.setting, board.conditions))

@@ -13,6 +13,7 @@ from agentbench_kv.results.runs import Run, RunGroup, grouped
 from agentbench_kv.results.stats import level
 
 OFF = "off"
+NULL = "null agent"
 _NAMES = {"none": "without the session", "removed": "without the evidence"}
 _TAKEN = ("floor", "context", "last")  # settings that take something away
 LEAST = 3.0  # times the floor, below which a task says nothing
@@ -36,6 +37,22 @@ def floors_of(runs: Sequence[Run], others: Iterable[Run]) -> list[tuple[str, Run
         if run.valid and floor_of(run) != OFF and (run.setting, _but_floor(run)) in about
     ]
     return [(f"{group.method}, {floor_name(group.first)}", group) for group in grouped(chosen)]
+
+
+def null_of(runs: Iterable[Run], others: Iterable[Run]) -> RunGroup | None:
+    """Return the valid runs of the agent that does nothing that were asked what some runs were.
+
+    What else they differ in from each other does nothing either, so they count together.
+    """
+    about = [asked(run) for run in runs]
+    own = [run for run in others if run.setting.null and run.valid and asked(run) in about]
+    own.sort(key=lambda run: (run.info.created, run.run_id))
+    return RunGroup(NULL, tuple(own)) if own else None
+
+
+def asked(run: Run) -> tuple[str, Mapping[str, Any]]:
+    """Return a run's task and the task's settings: with others, doing nothing scores otherwise."""
+    return run.setting.task, _settings(run)
 
 
 def floor_name(run: Run) -> str:
