@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from agentbench_kv.results.runs import load_runs
 from agentbench_kv.results.store import RunReader, RunStore
 from agentbench_kv.results.summary import summarize
@@ -12,7 +14,8 @@ from agentbench_kv.results.tables.costs import efficiency_tables, throughput_tab
 
 def write(folder, make_trial, name, runner, **spec):
     base = {"task": "micro/recall-1k", "model": "micro", "engine": "vllm", "seed": 0}
-    provenance = {"engine_details": {"model_runner": runner}} if runner else {}
+    told = {"model_runner": runner} if len(runner) == 2 else runner
+    provenance = {"engine_details": told} if runner else {}
     with RunStore(folder).open(name, base | spec, expected_trials=8, provenance=provenance) as run:
         for i in range(8):
             kv = {"peak_live": 700, "logical": 1200, "events": 2, "longest_prefill": 300}
@@ -35,7 +38,8 @@ def test_model_runners_are_named(tmp_path, make_trial):
         assert "V1: agentkv" in note
 
 
-def test_other_engines_have_no_such_line(tmp_path, make_trial):
-    write(tmp_path, make_trial, "full", "", method="full", budget=None)
+@pytest.mark.parametrize("told", ["", "what somebody wrote there"])
+def test_other_engines_have_no_such_line(tmp_path, make_trial, told):
+    write(tmp_path, make_trial, "full", told, method="full", budget=None)
     (table,) = efficiency_tables(load_runs([tmp_path])[0])
     assert not any("runner" in note for note in table.notes)

@@ -81,8 +81,8 @@ def runner_notes(runners: Iterable[tuple[str, object]]) -> list[str]:
 
 
 def _runners(runs: Sequence[Run]) -> list[str]:
-    details = (run.info.provenance.get("engine_details") or {} for run in runs)
-    known = (each.get("model_runner") for each in details)
+    details = (run.info.provenance.get("engine_details") for run in runs)
+    known = (each.get("model_runner") if isinstance(each, Mapping) else None for each in details)
     return runner_notes(zip(map(str, variants(runs)), known, strict=True))
 
 
