@@ -40,7 +40,7 @@ class RunStatus(StrEnum):
 
 
 class Resume(BaseModel, frozen=True):
-    """A later start of the same run, and which provenance changed."""
+    """A later start of the same run that finished a trial, and which provenance changed."""
 
     at: float  # seconds since 1970
     changed: dict[str, tuple[Any, Any]] = {}  # by key: the value in the first start, and in this

@@ -141,12 +141,14 @@ class RunDir(RunReader):
     turns before the trial itself: the trial record is what says that both are on the disk.
     """
 
-    def __init__(self, path: Path, info: RunInfo) -> None:
+    def __init__(self, path: Path, info: RunInfo, resume: Resume | None) -> None:
         super().__init__(path)
         self._info = info
-        self._goes_on = (path / "samples.jsonl").exists()
+        self._earlier = [each for each in info.resumes if resume is None or each.at != resume.at]
+        self._resume = resume
+        self._recorded = False  # the resume, which is with the first trial that it finishes
         self._base_wall_s = info.wall_s
-        self._started: float | None = time.monotonic()
+        self._started: float | None = None  # while trials are played
         self._lock = threading.RLock()
         self._stop = threading.Event()
         self._lost: RunLostError | None = None
@@ -159,7 +161,7 @@ class RunDir(RunReader):
         A PrerequisiteError if the disk is full or read-only (everything appended before is safe), a
         UsageError if another process took the run over.
         """
-        self._append("samples.jsonl", [record])
+        self._append("samples.jsonl", [record], counts=record.finished)
 
     def append_turns(self, records: Sequence[TurnRecord]) -> None:
         """Append turns to `turns.jsonl`; raises like `append_trial`."""
@@ -202,17 +204,32 @@ class RunDir(RunReader):
             with self._writing(), files.writing(path):
                 path.unlink(missing_ok=True)
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether trials were finished before it was opened, which are not played again."""
+        return self._resume is not None
+
     def annotate(self, provenance: Mapping[str, Any]) -> None:
-        """Add provenance that is known only once the engine runs."""
+        """Add provenance that is known only once the engine runs.
+
+        If the run `goes_on`, the first start's values stay. What differs from them, or was not
+        known, is recorded as changed with the first trial that is finished so.
+        """
+        told = _plain(provenance)
         with self._lock:
-            self._update(**_annotated(self._info, _plain(provenance), self._goes_on))
+            if self._resume is None:
+                self._update(provenance=self._info.provenance | told)
+                return
+            changed = self._resume.changed | _changes(self._info.provenance, told)
+            self._resume = self._resume.model_copy(update={"changed": changed})
+            if self._recorded:
+                self._update(resumes=[*self._earlier, self._resume])
 
     @contextmanager
     def playing(self) -> Iterator[None]:
         """Count as `wall_s` what passes within, and nothing before or after.
 
-        An engine may take longer to start than its trials. Without this, all of the time counts
-        in which the run is open.
+        An engine may take longer to start than its trials.
         """
         began = self._started = time.monotonic()
         try:
@@ -263,8 +280,12 @@ class RunDir(RunReader):
         if self._stop.is_set():
             raise UsageError(f"run {self._info.run_id} is closed: nothing is recorded any more")
 
-    def _append(self, name: str, records: Sequence[Struct]) -> None:
+    def _append(self, name: str, records: Sequence[Struct], counts: bool = False) -> None:
         with self._writing():
+            # A start that finishes no trial says nothing of those there are.
+            if counts and self._resume is not None and not self._recorded:
+                self._write(resumes=[*self._earlier, self._resume])
+                self._recorded = True
             files.append_lines(self.path / name, map(msgspec.json.encode, records))
 
     @contextmanager
@@ -293,10 +314,13 @@ class RunDir(RunReader):
     def _update(self, **changes: Any) -> None:
         with self._lock, files.exclusive(self.path):
             self._check_owner()
-            active = 0.0 if self._started is None else time.monotonic() - self._started
-            clock = {"heartbeat": time.time(), "wall_s": self._base_wall_s + active}
-            self._info = self._info.model_copy(update=changes | clock)
-            write_info(self.path, self._info)
+            self._write(**changes)
+
+    def _write(self, **changes: Any) -> None:
+        active = 0.0 if self._started is None else time.monotonic() - self._started
+        clock = {"heartbeat": time.time(), "wall_s": self._base_wall_s + active}
+        self._info = self._info.model_copy(update=changes | clock)
+        write_info(self.path, self._info)
 
     def _keep_beating(self) -> None:
         while self._lost is None and not self._stop.wait(BEAT_S):
@@ -307,7 +331,8 @@ class RunDir(RunReader):
 
 def _claimed(
     path: Path, spec: dict[str, Any], provenance: dict[str, Any], expected_trials: int | None
-) -> RunInfo:
+) -> tuple[RunInfo, Resume | None]:
+    """Return a run's record with this process as its writer, and what changes if it goes on."""
     old = read_info(path)
     now = time.time()
     mine: dict[str, Any] = {
@@ -321,10 +346,27 @@ def _claimed(
     }
     if old is None:
         mine |= {"provenance": provenance, "expected_trials": expected_trials}
-        return RunInfo(run_id=path.name, spec=spec, created=now, **mine)
+        return RunInfo(run_id=path.name, spec=spec, created=now, **mine), None
     who = holder(old, now)
     if who is not None:
         raise RunHeldError(f"run {old.run_id} is being written by {who}; wait for it or stop it")
+    goes_on = bool(RunReader(path).finished_trials())
+    _refuse_another(path, old, spec)
+    if expected_trials is not None:
+        mine["expected_trials"] = expected_trials
+    mine["wall_s"] = old.wall_s + _unwritten_s(path, old)
+    silent = Resume(at=now, taken_over=_silent(old, now))
+    if silent.taken_over:
+        mine["resumes"] = [*old.resumes, silent]
+    if not goes_on:  # nothing that counts was played by an earlier start
+        return old.model_copy(update=mine | {"provenance": provenance}), None
+    # The first start noted all of this, too, or was of a version that did not know it.
+    changed = _changes(old.provenance, provenance)
+    return old.model_copy(update=mine), silent.model_copy(update={"changed": changed})
+
+
+def _refuse_another(path: Path, old: RunInfo, spec: dict[str, Any]) -> None:
+    """Refuse to go on with a run of another spec."""
     other = _changes(old.spec, spec) | _changes(spec, old.spec)
     if other:
         name = min(other)
@@ -332,13 +374,6 @@ def _claimed(
             f"{path} holds a run of another spec: {name} is {old.spec.get(name)!r} there and "
             f"{spec.get(name)!r} here; choose another --out"
         )
-    if expected_trials is not None:
-        mine["expected_trials"] = expected_trials
-    mine["wall_s"] = old.wall_s + _unwritten_s(path, old)
-    # The first start noted all of this, too, or was of a version that did not know it.
-    changed = _changes(old.provenance, provenance)
-    resume = Resume(at=now, changed=changed, taken_over=_silent(old, now))
-    return old.model_copy(update=mine | {"resumes": [*old.resumes, resume]})
 
 
 def _silent(info: RunInfo, now: float) -> str:
@@ -360,24 +395,6 @@ def _unwritten_s(path: Path, info: RunInfo) -> float:
     except FileNotFoundError:
         return 0.0
     return min(max(0.0, last - info.heartbeat), STALE_S)
-
-
-def _annotated(info: RunInfo, provenance: dict[str, Any], goes_on: bool) -> dict[str, Any]:
-    """Return the fields of `info` that new provenance changes.
-
-    In a resumed run the first start's values stay, and differences are recorded as changes. So is
-    what was not known of trials that were played before, if the run `goes_on` behind any.
-    """
-    if not info.resumes:
-        return {"provenance": info.provenance | provenance}
-    told = {k: value for k, value in provenance.items() if goes_on or k in info.provenance}
-    *earlier, last = info.resumes
-    changed = last.changed | _changes(info.provenance, told)
-    known = info.provenance if goes_on else provenance | info.provenance
-    return {
-        "provenance": known,
-        "resumes": [*earlier, last.model_copy(update={"changed": changed})],
-    }
 
 
 def _changes(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -454,12 +471,28 @@ class RunStore:
             path.mkdir(parents=True, exist_ok=True)
         watch_heartbeat(path)
         with files.exclusive(path):
-            info = _claimed(path, _plain(spec), _plain(provenance or {}), expected_trials)
+            info, resume = _claimed(path, _plain(spec), _plain(provenance or {}), expected_trials)
             write_info(path, info)
             HELD.add(info.owner)
             for folder in (path, path / "transcripts", path / CHECKPOINTS):
                 files.sweep(folder, STALE_S)
-        return RunDir(path, info)
+        return RunDir(path, info, resume)
+
+    def whole(
+        self, name: str, spec: Mapping[str, Any], trials: Iterable[TrialKey]
+    ) -> RunReader | None:
+        """Return the run if it is complete and has all these trials, so nobody need write it.
+
+        A UsageError if it could not be gone on with, as `open` says.
+        """
+        run = RunReader(self.root / name)
+        info = read_info(run.path)
+        if info is None or info.status is not RunStatus.COMPLETE:
+            return None
+        if not run.finished_trials().issuperset(trials):
+            return None
+        _refuse_another(run.path, info, _plain(spec))
+        return run
 
     def names(self) -> list[str]:
         if not self.root.is_dir():

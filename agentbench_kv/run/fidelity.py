@@ -139,15 +139,18 @@ def play_fidelity(
     """
     first = specs[0]
     model = load_model(first.model, first.dtype, first.device)
+    runs: list[RunReader] = []
+    arms: list[tuple[RunDir, Method]] = []
     with ExitStack() as stack:
-        runs, built = [], [spec.built_method for spec in specs]
+        built = [spec.built_method for spec in specs]
         beginnings = stack.enter_context(closing(Beginnings(model, built)))
         for spec in specs:
-            opened = RunStore(out).open(spec.id, spec.document(), environment(), len(recordings))
-            runs.append(stack.enter_context(opened))
-            _check_sessions(opened, recordings)
-            opened.annotate(_provenance(model, spec, provenance))
-        arms = list(zip(runs, built, strict=True))
+            run = _opened(spec, recordings, RunStore(out))
+            runs.append(run)
+            if isinstance(run, RunDir):
+                arms.append((stack.enter_context(run), spec.built_method))
+                run.annotate(_provenance(model, spec, provenance))
+            _check_sessions(run, recordings)
         for done, recording in enumerate(recordings):
             missing = [
                 (run, method)
@@ -156,11 +159,21 @@ def play_fidelity(
             ]
             if missing:
                 progress(recording.sample, done, len(recordings))
-                _play(model, recording, missing, beginnings, save_tokens, by_token)
+                with ExitStack() as playing:
+                    for arm, _ in missing:
+                        playing.enter_context(arm.playing())
+                    _play(model, recording, missing, beginnings, save_tokens, by_token)
         return [summarize(run) for run in runs]
 
 
-def _check_sessions(run: RunDir, recordings: Sequence[Recording]) -> None:
+def _opened(spec: RunSpec, recordings: Sequence[Recording], store: RunStore) -> RunReader:
+    """Return a spec's run, open for writing if it misses a session."""
+    keys = [(recording.sample, 0) for recording in recordings]
+    whole = store.whole(spec.id, spec.document(), keys)
+    return whole or store.open(spec.id, spec.document(), environment(), len(recordings))
+
+
+def _check_sessions(run: RunReader, recordings: Sequence[Recording]) -> None:
     """Refuse to go on with a run of other sessions: arms are compared token by token.
 
     More of the same, or the first of them, are the same sessions.

@@ -131,28 +131,31 @@ def run_one(
     progress: Progress,
     shelf: EngineShelf | None = None,
 ) -> Summary:
-    """Run what is missing of one spec and summarize it; `shelf` may have its engine ready."""
+    """Run what is missing of one spec and summarize it; `shelf` may have its engine ready.
+
+    A run that misses nothing is not opened, so its record stays what it was.
+    """
     spec = identified(spec)
     task = load_task(spec.task).create(spec.task_params)
     try:
         samples = task.samples(spec.limit, spec.seed)
         refuse_trained_on(spec.model, spec.task, samples)
-        expected = len(samples) * spec.trials
-        with RunStore(out).open(spec.id, spec.document(), environment(), expected) as run:
+        trials = [(sample, trial) for trial in range(spec.trials) for sample in samples]
+        store, keys = RunStore(out), [(sample.id, trial) for sample, trial in trials]
+        whole = store.whole(spec.id, spec.document(), keys)
+        if whole is not None:
+            progress(spec, len(trials), len(trials), None)
+            return summarize(whole)
+        with store.open(spec.id, spec.document(), environment(), len(trials)) as run:
             done = run.finished_trials()
-            todo = [
-                (sample, trial)
-                for trial in range(spec.trials)
-                for sample in samples
-                if (sample.id, trial) not in done
-            ]
+            todo = [(sample, trial) for sample, trial in trials if (sample.id, trial) not in done]
             left = [sample for sample, _ in todo]
             going_on = {checkpoint_name(session_id(spec.id, s.id, trial, 1)) for s, trial in todo}
             run.drop_checkpoints({*run.checkpoints()} - going_on)
-            progress(spec, expected - len(todo), expected, None)
+            progress(spec, len(trials) - len(todo), len(trials), None)
             if todo:
                 with trial_setup(spec, task, left, shelf=shelf, run=run) as setup:
-                    _play(setup, todo, run, partial(progress, spec), expected)
+                    _play(setup, todo, run, partial(progress, spec), len(trials))
         return summarize(run)
     finally:
         task.close()
@@ -245,6 +248,11 @@ def _scripts(spec: RunSpec, task: Task, samples: Sequence[Sample]) -> ScriptSour
 def _note_provenance(run: RunDir, setup: TrialSetup) -> None:
     """Record what only the running engine knows; refuse to mix two models in one run."""
     info = setup.engine.info
+    if run.goes_on and run.info.provenance.get("model_sha") not in (None, info.model_sha):
+        raise UsageError(
+            f"the model {setup.spec.model} changed since run {run.info.run_id} began; "
+            "choose another --out"
+        )
     run.annotate(
         {
             "engine": info.name,
@@ -262,12 +270,6 @@ def _note_provenance(run: RunDir, setup: TrialSetup) -> None:
             **setup.gateway.provenance(),
         }
     )
-    changed = run.info.resumes[-1].changed if run.info.resumes else {}
-    if changed.get("model_sha", (None, None))[0] is not None:
-        raise UsageError(
-            f"the model {setup.spec.model} changed since run {run.info.run_id} began; "
-            "choose another --out"
-        )
 
 
 _STOP_S = 3.0  # for cancelled trials to end before the engine is shut down under them

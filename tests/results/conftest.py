@@ -97,7 +97,7 @@ def _write(
         "decode_tokens": 40 + number,
         "mean_decode_kv": peak / 2,
     }
-    with RunStore(root).open(name, spec, expected_trials=32 + missing) as run:
+    with RunStore(root).open(name, spec, expected_trials=32 + missing) as run, run.playing():
         for i in range(32):
             sample = f"s{i}" if text is None else f"s{i} {text}"
             run.append_turns(_turns(sample, peak))

@@ -98,13 +98,15 @@ def test_ctrl_c_is_an_interruption_and_no_failure(store, spec):
 def test_a_resume_keeps_records_and_accumulates_active_seconds(store, spec, make_trial):
     with store.open("a", spec, {"git": "1", "gpu": None}, expected_trials=3) as run:
         run.append_trial(make_trial("x"))
-        time.sleep(0.05)
+        with run.playing():
+            time.sleep(0.05)
     first = run.info
     with store.open("a", spec, {"git": "2", "gpu": None}) as run:
         run.annotate({"git": "3", "engine": "9"})
         assert run.finished_trials() == {("x", 0)}
         run.append_trial(make_trial("y"))
-        time.sleep(0.05)
+        with run.playing():
+            time.sleep(0.05)
     last = run.info
     assert first.wall_s >= 0.05
     assert last.wall_s >= first.wall_s + 0.05
@@ -118,18 +120,49 @@ def test_a_resume_by_a_newer_version_does_not_say_what_the_first_start_did_not(
     store, spec, make_trial
 ):
     """Its `code_sha` would be taken for that of trials which other code played."""
-    with store.open("a", spec, {"kvbench": "1"}):  # and ended before there was an engine
-        pass
-    newer = {"kvbench": "2", "code_sha": "new", "gpu": None}
-    with store.open("a", spec, newer) as run:
+    with store.open("a", spec, {"kvbench": "1"}) as run:
         run.annotate({"engine": "9"})
         run.append_trial(make_trial("x"))
+    newer = {"kvbench": "2", "code_sha": "new", "gpu": None}
+    with store.open("a", spec, newer) as run:
+        run.append_trial(make_trial("y"))
     with store.open("a", spec, newer) as run:
         run.annotate({"engine": "9", "context_limit": 8})
+        run.append_trial(make_trial("z"))
     assert run.info.provenance == {"kvbench": "1", "engine": "9"}
     changed = {"kvbench": ("1", "2"), "code_sha": (None, "new")}
     both = [changed, changed | {"context_limit": (None, 8)}]
     assert [resume.changed for resume in run.info.resumes] == both
+
+
+def test_a_start_that_finishes_nothing_says_nothing_of_the_trials_there_are(
+    store, spec, make_trial
+):
+    """An upgrade that was tried and undone made a run incomparable."""
+    with store.open("a", spec, {"torch": "1"}) as run:
+        run.annotate({"engine": "9"})
+        run.append_trial(make_trial("x"))
+    with store.open("a", spec, {"torch": "2"}) as run:
+        run.annotate({"engine": "10"})
+        run.append_trial(make_trial("y", status="engine_error"))
+    assert run.info.resumes == []
+    with store.open("a", spec, {"torch": "1"}) as run:
+        run.append_trial(make_trial("y"))
+        run.annotate({"engine": "10"})  # late
+    assert [resume.changed for resume in run.info.resumes] == [{"engine": ("9", "10")}]
+    assert run.info.provenance == {"torch": "1", "engine": "9"}
+
+
+def test_a_run_is_of_the_versions_that_played_it(store, spec, make_trial):
+    """What a start had that finished no trial says nothing of those that come later."""
+    with store.open("a", spec, {"torch": "1", "gpu": "A"}) as run:
+        run.annotate({"engine": "9", "model_sha": "m"})
+        run.append_trial(make_trial("x", status="engine_error"))
+    with store.open("a", spec, {"torch": "2"}) as run:
+        run.annotate({"engine": "10"})
+        run.append_trial(make_trial("x"))
+    assert run.info.provenance == {"torch": "2", "engine": "10"}
+    assert run.info.resumes == []
 
 
 def test_the_time_between_the_last_heartbeat_and_a_kill_counts(store, spec, make_trial):
@@ -163,6 +196,9 @@ def test_only_the_time_of_trials_counts_if_they_are_timed(store, spec, monkeypat
             now[0] += 8
         return inside, run.info.wall_s
 
+    with store.open("a", spec) as run:  # an engine that did not start
+        now[0] += 100
+        run.expect(1)
     assert play(5) == (5, 5)
     assert play(2) == (7, 7)
 
@@ -296,7 +332,21 @@ def test_a_run_that_was_taken_over_says_from_whom(store, spec, monkeypatch, left
     left = {"status": RunStatus.RUNNING, "pid": 77} | left
     rewrite(store.root / "a", heartbeat=time.time() - left.pop("age"), **left)
     store.open("a", spec).close()
-    assert [resume.taken_over for resume in store.find("a").info.resumes] == [said]
+    assert [resume.taken_over for resume in store.find("a").info.resumes] == [said] * bool(said)
+
+
+def test_a_run_that_was_taken_over_and_goes_on_says_so_once(store, spec, make_trial, monkeypatch):
+    monkeypatch.setattr(run_info, "WATCH_S", 0.05)
+    with store.open("a", spec, {"torch": "1"}) as run:
+        run.append_trial(make_trial("x"))
+    changes = {"status": RunStatus.RUNNING, "pid": 77, "host": "elsewhere"}
+    rewrite(store.root / "a", heartbeat=time.time() - 100, **changes)
+    said = "pid 77 on elsewhere, silent for 100 s"
+    with store.open("a", spec, {"torch": "2"}) as run:
+        assert [(each.taken_over, each.changed) for each in run.info.resumes] == [(said, {})]
+        run.append_trial(make_trial("y"))
+    changed = {"torch": ("1", "2")}
+    assert [(each.taken_over, each.changed) for each in run.info.resumes] == [(said, changed)]
 
 
 def hold(path, ready, done):
@@ -348,7 +398,7 @@ def test_the_same_pid_after_a_restart_does_not_hold_the_run(store, spec):
 
 def test_the_heartbeat_is_refreshed_in_the_background(store, spec, monkeypatch):
     monkeypatch.setattr(run_store, "BEAT_S", 0.01)
-    with store.open("a", spec) as run:
+    with store.open("a", spec) as run, run.playing():
         before = run.info
         deadline = time.monotonic() + 10
         while run.info.heartbeat == before.heartbeat and time.monotonic() < deadline:

@@ -186,15 +186,15 @@ def test_a_spec_of_another_shape_still_has_a_summary(tmp_path, make_trial):
 def test_damage_and_resumes_are_noted(make_trial, tmp_path, spec):
     with RunStore(tmp_path).open("r", spec, {"git": "1"}) as writer:
         writer.append_trial(make_trial())
+    with RunStore(tmp_path).open("r", spec, {"git": "2", "code": "new"}) as writer:
+        writer.append_trial(make_trial("s1"))
     reader = RunReader(tmp_path / "r")
     with (reader.path / "samples.jsonl").open("ab") as file:
         file.write(b'not json\n{"sample_id": "x')
-    with RunStore(tmp_path).open("r", spec, {"git": "2", "code": "new"}):
-        pass
     summary = build(reader)
     assert summary.alien_lines == 1
-    assert summary.trials == 1
-    assert any("line 2" in note for note in summary.notes)
+    assert summary.trials == 2
+    assert any("line 3" in note for note in summary.notes)
     assert any("torn last line" in note for note in summary.notes)
     assert "resumed with another git: 1 -> 2" in summary.notes
     assert "resumed with another code: not recorded -> new" in summary.notes

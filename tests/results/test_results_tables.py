@@ -36,7 +36,8 @@ def write(make_trial):
     def run(folder, name, chance, events=2, samples=SAMPLES, keep=True, **spec):
         base = {"task": TASK, "model": MODEL, "engine": "embedded", "seed": 0, "concurrency": 4}
         rng = np.random.default_rng(list(name.encode()))
-        with RunStore(folder).open(name, base | spec, expected_trials=samples) as writer:
+        store = RunStore(folder)
+        with store.open(name, base | spec, expected_trials=samples) as writer, writer.playing():
             for i in range(samples if keep else samples - 3):
                 right = int(rng.random() < chance)
                 had = events if i % 3 else 0

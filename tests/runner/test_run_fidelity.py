@@ -114,6 +114,16 @@ def test_it_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert [count for _, count in calls[3:]] == [1, 1]
 
 
+def test_sessions_are_timed_and_finished_runs_left_alone(tmp_path: Path) -> None:
+    arms = ("--method", "random", "--budget", "200")
+    whole = played(tmp_path, *arms)
+    (record,) = tmp_path.glob("*/run.json")
+    before = record.read_bytes()
+    assert json.loads(before)["wall_s"] > 0
+    assert played(tmp_path, *arms) == whole
+    assert record.read_bytes() == before
+
+
 def test_a_method_may_bring_its_own_settings(tmp_path: Path) -> None:
     arms = ("--method", "agentkv", "--method", "agentkv,pool=max,chunk=4", "--budget", "400")
     plain, changed = played(tmp_path, *arms, "--set", "interval=64")

@@ -17,6 +17,7 @@ from agentbench_kv.engines.base import EngineOptions, Generation, Sampling
 from agentbench_kv.engines.scripted import ScriptedEngine
 from agentbench_kv.errors import UsageError
 from agentbench_kv.results.records import TrialRecord, TrialStatus
+from agentbench_kv.results.run_info import RunStatus
 from agentbench_kv.results.store import RunStore
 from agentbench_kv.results.validity import RunState
 from agentbench_kv.run import runner
@@ -146,12 +147,66 @@ def test_a_run_is_not_finished_with_another_model(
             super().__init__(*args, **options)
             self.info = replace(self.info, model_sha="other")
 
+    def behave(sample: str, *_: Any) -> Outcome:
+        return Outcome(TrialStatus.INFRA_ERROR) if sample == "x-1" else scored()
+
     one = spec(concurrency=1)
-    told(lambda *_: Outcome(TrialStatus.INFRA_ERROR), ids=("x-0",))
+    told(behave, ids=("x-0", "x-1"))
     runner.run_one(one, tmp_path, quiet)
     use_engine(Other)
     with pytest.raises(UsageError, match=r"the model gold changed since run .* began; choose"):
         runner.run_one(one, tmp_path, quiet)
+    assert RunStore(tmp_path).find(one.id).info.resumes == []
+
+
+def test_asking_again_for_a_finished_run_leaves_its_record_alone(
+    told: Callable[..., Any], spec: SpecOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After an upgrade it said to be resumed with other versions, and compare refused it."""
+    seen: list[tuple[int, int]] = []
+    told(scored)
+    one = spec()
+    runner.run_one(one, tmp_path, quiet)
+    record = tmp_path / one.id / "run.json"
+    before = record.read_bytes()
+    monkeypatch.setattr(runner, "environment", lambda: {"packages": {"torch": "99"}})
+    told(scored)
+    summary = runner.run_one(one, tmp_path, lambda _, *state: seen.append(state[:2]))
+    assert (summary.validity.state, summary.notes, seen) == (RunState.VALID, [], [(4, 4)])
+    assert record.read_bytes() == before
+    record.write_bytes(before.replace(b'"complete"', b'"failed"'))
+    assert runner.run_one(one, tmp_path, quiet).notes == []  # closed as it should have been
+    assert RunStore(tmp_path).find(one.id).info.status is RunStatus.COMPLETE
+
+
+def test_an_engine_that_does_not_start_leaves_nothing_in_the_figures(
+    told: Callable[..., Any], spec: SpecOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def breaks(*_: Any, **__: Any) -> ScriptedEngine:
+        raise UsageError("no room")
+
+    def behave(sample: str, *_: Any) -> Outcome:
+        return Outcome(TrialStatus.INFRA_ERROR) if sample == "x-1" else scored()
+
+    one, start = spec(concurrency=1), "agentbench_kv.run.engines.start_engine"
+    told(behave, ids=("x-0", "x-1"))
+    with monkeypatch.context() as patch:
+        patch.setattr(start, breaks)
+        with pytest.raises(UsageError, match="no room"):
+            runner.run_one(one, tmp_path, quiet)
+    reader = RunStore(tmp_path).find(one.id)
+    assert reader.info.wall_s == 0.0
+    runner.run_one(one, tmp_path, quiet)
+    played = reader.info
+    assert played.wall_s > 0.0
+    assert played.resumes == []
+    with monkeypatch.context() as patch:
+        patch.setattr(start, breaks)
+        patch.setattr(runner, "environment", lambda: {"packages": {"torch": "99"}})
+        with pytest.raises(UsageError, match="no room"):
+            runner.run_one(one, tmp_path, quiet)
+    after = reader.info
+    assert (after.wall_s, after.resumes) == (played.wall_s, [])
 
 
 @pytest.mark.parametrize(
