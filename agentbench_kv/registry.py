@@ -26,6 +26,13 @@ def names(kind: str) -> list[str]:
     return sorted(_entry_points(kind))
 
 
+def distribution(kind: str, name: str) -> str | None:
+    """Return name and version of the distribution that registers a name; None if none does."""
+    point = _entry_points(kind).get(name)
+    found = point.dist if point else None
+    return f"{found.name} {found.version}" if found else None
+
+
 def load_method(name: str) -> type[Method]:
     """Return the class of a method name without preset: registered, or `kvpress:PRESS(...)`.
 

@@ -1,7 +1,7 @@
 """What both sides of a comparison must share, and what is only said.
 
 `refuses`: it can change the figure. `warns`: it should not; whoever doubts the verdict reads it.
-The code of the method is neither: it is what a comparison is about.
+The code of the method is neither, but for being one on each side: it is what a comparison is about.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from agentbench_kv.results.files import leaves
 from agentbench_kv.results.runs import CONDITIONS, Run
+from agentbench_kv.results.store import METHOD_CODE
 
 Weight = Literal["refuses", "warns"]
 Facts = dict[str, set[str]]  # name to the values that runs have
@@ -132,6 +133,7 @@ def _mixed(side: str, runs: Sequence[Run], speed: bool) -> list[Drift]:
     for name, (first, *rest) in _apart(list(map(_known, runs))).items():
         if _weigh(name, {first}, set(rest), speed) == "refuses":
             found[name] = [first, *rest]
+    found |= _apart([{METHOD_CODE: run.info.provenance.get(METHOD_CODE)} for run in runs])
     return [
         Drift(f"{name} within {side}", _short(first), " and ".join(map(_short, rest)))
         for name, (first, *rest) in sorted(found.items())

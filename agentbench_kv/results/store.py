@@ -47,6 +47,7 @@ from agentbench_kv.results.run_info import (
 )
 
 CHECKPOINTS = "checkpoints"  # folder
+METHOD_CODE = "method_code"  # in provenance; see `run.provenance`
 BEAT_S = 5.0
 TrialKey = tuple[str, int]
 
@@ -351,7 +352,7 @@ def _claimed(
     if who is not None:
         raise RunHeldError(f"run {old.run_id} is being written by {who}; wait for it or stop it")
     goes_on = bool(RunReader(path).finished_trials())
-    _refuse_another(path, old, spec)
+    _refuse_another(path, old, spec, provenance if goes_on else {})
     if expected_trials is not None:
         mine["expected_trials"] = expected_trials
     mine["wall_s"] = old.wall_s + _unwritten_s(path, old)
@@ -365,14 +366,24 @@ def _claimed(
     return old.model_copy(update=mine), silent.model_copy(update={"changed": changed})
 
 
-def _refuse_another(path: Path, old: RunInfo, spec: dict[str, Any]) -> None:
-    """Refuse to go on with a run of another spec."""
+def _refuse_another(
+    path: Path, old: RunInfo, spec: dict[str, Any], provenance: dict[str, Any]
+) -> None:
+    """Refuse to go on with a run of another spec, or of other code of its method."""
     other = _changes(old.spec, spec) | _changes(spec, old.spec)
     if other:
         name = min(other)
         raise UsageError(
             f"{path} holds a run of another spec: {name} is {old.spec.get(name)!r} there and "
             f"{spec.get(name)!r} here; choose another --out"
+        )
+    later = (each.changed[METHOD_CODE][1] for each in old.resumes if METHOD_CODE in each.changed)
+    was = next(filter(None, (old.provenance.get(METHOD_CODE), *later)), None)
+    now = provenance.get(METHOD_CODE)
+    if was and now and was != now:
+        raise UsageError(
+            f"the code of method {spec.get('method')} changed since run {old.run_id} began; "
+            "choose another --out"
         )
 
 
@@ -463,8 +474,9 @@ class RunStore:
         """Create the run, or take over the one an earlier process left.
 
         `name` is what `run_id` returned; with fewer finished trials than expected (samples times
-        trials) the run is `incomplete`. A UsageError if another process is writing the run or the
-        directory holds another spec; a PrerequisiteError if the directory cannot be written.
+        trials) the run is `incomplete`. A UsageError if another process is writing the run, the
+        directory holds another spec, or other code of the method has finished trials of it; a
+        PrerequisiteError if the directory cannot be written.
         """
         path = self.root / name
         with files.writing(path):
@@ -479,7 +491,11 @@ class RunStore:
         return RunDir(path, info, resume)
 
     def whole(
-        self, name: str, spec: Mapping[str, Any], trials: Iterable[TrialKey]
+        self,
+        name: str,
+        spec: Mapping[str, Any],
+        provenance: Mapping[str, Any],
+        trials: Iterable[TrialKey],
     ) -> RunReader | None:
         """Return the run if it is complete and has all these trials, so nobody need write it.
 
@@ -491,7 +507,7 @@ class RunStore:
             return None
         if not run.finished_trials().issuperset(trials):
             return None
-        _refuse_another(run.path, info, _plain(spec))
+        _refuse_another(run.path, info, _plain(spec), _plain(provenance))
         return run
 
     def names(self) -> list[str]:

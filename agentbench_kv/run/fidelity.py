@@ -32,7 +32,7 @@ from agentbench_kv.results.records import KVAccount, Metric, TrialRecord, TrialS
 from agentbench_kv.results.store import RunDir, RunReader, RunStore
 from agentbench_kv.results.summary import GIVEN_TOKENS, Summary, summarize
 from agentbench_kv.run.calibration import calibration_used, identified
-from agentbench_kv.run.provenance import environment
+from agentbench_kv.run.provenance import environment, method_code
 from agentbench_kv.run.recordings import RecordedTurn, Recording, refuse_other_labels
 from agentbench_kv.run.runner import refuse_without_messages
 from agentbench_kv.run.spec import RunSpec
@@ -168,9 +168,10 @@ def play_fidelity(
 
 def _opened(spec: RunSpec, recordings: Sequence[Recording], store: RunStore) -> RunReader:
     """Return a spec's run, open for writing if it misses a session."""
+    made = environment() | method_code(spec.built_method)
     keys = [(recording.sample, 0) for recording in recordings]
-    whole = store.whole(spec.id, spec.document(), keys)
-    return whole or store.open(spec.id, spec.document(), environment(), len(recordings))
+    whole = store.whole(spec.id, spec.document(), made, keys)
+    return whole or store.open(spec.id, spec.document(), made, len(recordings))
 
 
 def _check_sessions(run: RunReader, recordings: Sequence[Recording]) -> None:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 import os
 import platform
+import sys
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import agentbench_kv
 from agentbench_kv.environments import process_env
+from agentbench_kv.methods.base import Method
+from agentbench_kv.methods.kvpress import KVPressMethod
+from agentbench_kv.registry import distribution
+from agentbench_kv.results.store import METHOD_CODE
 from agentbench_kv.run.checkout import code_sha, commit_of
 
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "scipy", "kvpress")
@@ -27,6 +35,42 @@ def environment() -> dict[str, Any]:
         "hardware": hardware(),
         "kernels": kernels(),
     }
+
+
+def method_code(method: Method) -> dict[str, Any]:
+    """Return what tells a method's code from the same code edited; nothing if no file holds it.
+
+    It is the digest of the file that holds the method's class and of those of its bases outside
+    this package; behind it stands the distribution that a plug-in is from.
+    """
+    return dict(_method_code(cast("type", type(method)), method.name))
+
+
+@cache  # a class stays what it was when its module was imported, whatever its file says later
+def _method_code(cls: type, name: str) -> dict[str, Any]:
+    press = cls.press.cls.__mro__ if issubclass(cls, KVPressMethod) else ()
+    bases = (each for each in (*cls.__mro__[1:], *press) if _is_foreign(each))
+    own = _source(cls)
+    if own is None:
+        return {}
+    found = dict.fromkeys((own, *filter(None, map(_source, bases))))
+    code = hashlib.sha256("".join(found).encode()).hexdigest()[:16]
+    packed = distribution("method", name) if _is_foreign(cls) else None
+    return {METHOD_CODE: f"{code} {packed}" if packed else code}
+
+
+def _is_foreign(cls: type) -> bool:
+    root = cls.__module__.partition(".")[0]
+    return root != agentbench_kv.__name__ and root not in sys.stdlib_module_names
+
+
+def _source(cls: type) -> str | None:
+    """Return the digest of the file a class is written in."""
+    try:
+        path = inspect.getsourcefile(cls)
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest() if path else None
+    except (OSError, TypeError):  # typed into an interpreter
+        return None
 
 
 def hardware() -> dict[str, Any]:

@@ -33,7 +33,7 @@ from agentbench_kv.run.calibration import calibration_used, identified
 from agentbench_kv.run.engines import EngineShelf, check_pair
 from agentbench_kv.run.foresight import check_foresight
 from agentbench_kv.run.memories import attach_memory, check_memory, open_banks, server_settings
-from agentbench_kv.run.provenance import environment
+from agentbench_kv.run.provenance import environment, method_code
 from agentbench_kv.run.spec import RunSpec
 from agentbench_kv.run.trained import check_trained, refuse_trained_on
 from agentbench_kv.run.trial import TrialSetup, checkpoint_name, play_trial, sample_key, session_id
@@ -141,12 +141,13 @@ def run_one(
         samples = task.samples(spec.limit, spec.seed)
         refuse_trained_on(spec.model, spec.task, samples)
         trials = [(sample, trial) for trial in range(spec.trials) for sample in samples]
+        made = environment() | method_code(spec.built_method)
         store, keys = RunStore(out), [(sample.id, trial) for sample, trial in trials]
-        whole = store.whole(spec.id, spec.document(), keys)
+        whole = store.whole(spec.id, spec.document(), made, keys)
         if whole is not None:
             progress(spec, len(trials), len(trials), None)
             return summarize(whole)
-        with store.open(spec.id, spec.document(), environment(), len(trials)) as run:
+        with store.open(spec.id, spec.document(), made, len(trials)) as run:
             done = run.finished_trials()
             todo = [(sample, trial) for sample, trial in trials if (sample.id, trial) not in done]
             left = [sample for sample, _ in todo]

@@ -28,6 +28,8 @@ from agentbench_kv.errors import PrerequisiteError, UsageError
 from agentbench_kv.methods import kvpress as kvpress_adapter
 from agentbench_kv.methods.base import QueryKind, QueryPlan, in_order
 from agentbench_kv.registry import load_class, load_method, make_method
+from agentbench_kv.run import provenance
+from agentbench_kv.run.provenance import method_code
 
 calls: list[dict[str, Any]] = []
 """What the stand-in's presses were handed."""
@@ -449,3 +451,11 @@ def test_a_run_with_a_press_is_valid(text, monkeypatch, capsys, tmp_path: Path):
     assert summary["validity"]["state"] == "valid"
     assert summary["kv"]["events"] > 0
     assert summary["kv"]["max_peak_live"] < summary["kv"]["median_logical"]
+
+
+def test_the_code_of_a_press_is_its_file_beside_ours(monkeypatch):
+    read, seen = Path.read_bytes, []
+    provenance._method_code.cache_clear()
+    monkeypatch.setattr(Path, "read_bytes", lambda path: seen.append(path.name) or read(path))
+    assert method_code(make_method("kvpress:KnormPress", 64))
+    assert seen == ["kvpress.py", Path(__file__).name, Path(__file__).name, Path(__file__).name]

@@ -326,6 +326,21 @@ def test_attention_that_computes_otherwise_refuses(write_run):
         compare([*base, *cand], [*base, *cand])
 
 
+def test_a_side_is_of_one_code_of_its_method(write_run):
+    """Seeds that were played before and after an edit counted as repetitions of one method."""
+
+    def side(folder, *codes):
+        for seed, code in enumerate(codes):
+            told = {"provenance": {"method_code": code}} if code else {}
+            write_run(f"r{seed}", [1] * 5, folder=folder, seed=seed, **told)
+        return load(write_run("last", [1] * 5, folder=folder, seed=9).parent)
+
+    old, new, unknown = side("a", "1", "1"), side("b", "2", "2"), side("d", "1", None)
+    assert compare(old, new).drift == compare(old, unknown).drift == []
+    with pytest.raises(UsageError, match="method_code within CAND 1 -> 2"):
+        compare(old, side("c", "1", "2"))
+
+
 def test_the_context_that_an_engine_found_is_compared(write_run):
     """The default of the option, which both had, hid it."""
     sides = [
