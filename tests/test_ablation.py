@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from agentbench_kv.errors import UsageError
@@ -86,3 +88,16 @@ def test_runs_that_never_evicted_are_compared_with_nothing(tmp_path):
     assert [arm.level is None for arm in compared] == [False, False]
     assert all(arm.doubt.startswith("budget_not_applied") for arm in compared)
     assert [arm.difference for arm in compared] == [None, None]
+
+
+def test_an_arm_of_another_release_is_refused(tmp_path):
+    arms = variants(BASE, {}, {"pool": ["max"]})
+    ablate(arms, tmp_path, lambda *_: None)
+    path = tmp_path / arms[1].spec.id / "run.json"
+    document = json.loads(path.read_text())
+    document["provenance"] |= {"kvbench": "0.0.9"}
+    path.write_text(json.dumps(document))
+    with pytest.raises(
+        UsageError, match=r"differ in more than the parameter: kvbench .*-> 0\.0\.9"
+    ):
+        ablate(arms, tmp_path, lambda *_: None)

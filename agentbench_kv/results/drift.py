@@ -13,6 +13,7 @@ from itertools import chain
 from typing import Any, Literal
 
 from agentbench_kv.results.files import leaves
+from agentbench_kv.results.run_info import Resume
 from agentbench_kv.results.runs import CONDITIONS, Run
 from agentbench_kv.results.store import METHOD_CODE
 
@@ -39,8 +40,12 @@ _ASKED = (*CONDITIONS, "engine_args", "concurrency", "max_live_tokens")
 _ROOTS = {name.partition(".")[0] for name in (*REFUSES, *RELEASES, *MACHINE, *WARNS)}
 _LATELY = ("hardware.settings",)  # older versions recorded none: unknown, and no difference
 _FREE = frozenset({"seed", "limit", "trials", "concurrency"})
+_WHOLE = tuple(name for name in CONDITIONS if name not in REFUSES)  # only a spec has these
+_IF_GIVEN = ("engine_args",)  # not recorded is not given
 _LONGEST = 16
 _NOT_GIVEN = "not recorded"
+# A run's value of each thing that runs differ in; None if it is not known.
+_Profile = tuple[str | None, ...]
 
 
 @dataclass(frozen=True)
@@ -80,6 +85,68 @@ def speed_conditions(run: Run) -> tuple[object, ...]:
         len(_work(run)),
         frozenset(map(bool, run.from_files.values())),
     )
+
+
+def by_conditions(runs: Sequence[Run]) -> list[tuple[str, list[Run]]]:
+    """Sort a setting's runs by all that refuses a comparison of scores, with what sets them apart.
+
+    As `temperature=1.0`, joined by commas; empty where all are alike. A run that does not record
+    something, as older versions do not, goes with most of those that it may be like.
+    """
+    known = [_conditions(run) for run in runs]
+    names = dict.fromkeys(chain.from_iterable(known))
+    values = {name: [each.get(name, _unsaid(name)) for each in known] for name in names}
+    differ = {name: own for name, own in values.items() if len({*own} - {None}) > 1}
+    sets: dict[_Profile, list[int]] = {}
+    for number in range(len(runs)):
+        sets.setdefault(tuple(own[number] for own in differ.values()), []).append(number)
+    spelled = [_told(name, {value for value in own if value}) for name, own in differ.items()]
+    found = []
+    for profile, own in _joined(sets):
+        told = [words[value] for words, value in zip(spelled, profile, strict=True) if value]
+        found.append((", ".join(told), [runs[number] for number in own]))
+    return found
+
+
+def _conditions(run: Run) -> dict[str, str]:
+    """Return the value of everything that a run's scores depend on; of versions, the release."""
+    noted, starts = run.info.provenance, chain.from_iterable(map(_starts, run.info.resumes))
+    found = {name: str(run.spec.get(name)) for name in _WHOLE}
+    # An engine may have no limit, and say so; an older version said nothing.
+    found |= {name: "None" for name in REFUSES if name in CONDITIONS and name in noted}
+    for name, values in _facts([_known(run), *starts]).items():
+        if not _within(name, _WHOLE) and _weigh(name, set(), values, speed=False) == "refuses":
+            own = map(_release, values) if name in RELEASES else values
+            found[name] = " and ".join(sorted(set(own)))
+    return found
+
+
+def _unsaid(name: str) -> str | None:
+    return "None" if _within(name, _IF_GIVEN) else None
+
+
+def _told(name: str, values: set[str]) -> dict[str, str]:
+    """Spell each value of a name, in few characters where these tell them apart."""
+    few = {value: value if name in CONDITIONS else _short(value) for value in values}
+    spelled = few if len(set(few.values())) == len(values) else {value: value for value in values}
+    return {value: f"{name}={text}" for value, text in spelled.items()}
+
+
+def _joined(sets: Mapping[_Profile, list[int]]) -> list[tuple[_Profile, list[int]]]:
+    """Put what is not known in every part to most of those that it may be like."""
+    found: list[tuple[_Profile, list[int]]] = []
+    for profile, own in sorted(sets.items(), key=lambda each: (each[0].count(None), each[1])):
+        like = [each for each in found if _agree(each[0], profile)]
+        most = max(like, key=lambda each: len(each[1]), default=((None,) * len(profile), []))
+        pairs = zip(most[0], profile, strict=True)
+        both = tuple(mine if theirs is None else theirs for theirs, mine in pairs)
+        found = [each for each in found if each is not most]
+        found.append((both, sorted([*most[1], *own])))
+    return sorted(found, key=lambda each: each[1])
+
+
+def _agree(one: _Profile, other: _Profile) -> bool:
+    return all(None in pair or pair[0] == pair[1] for pair in zip(one, other, strict=True))
 
 
 def _known(run: Run) -> dict[str, Any]:
@@ -192,10 +259,15 @@ def _resumed(runs: Iterable[Run], speed: bool) -> list[Drift]:
     found = []
     for run in runs:
         for resume in run.info.resumes:
-            known = {k: v for k, v in resume.changed.items() if k.partition(".")[0] in _ROOTS}
-            was, now = (_facts([{k: pair[i] for k, pair in known.items()}]) for i in (0, 1))
+            was, now = (_facts([start]) for start in _starts(resume))
             found += _differing(was, now, speed, f" within run {run.run_id}")
     return found
+
+
+def _starts(resume: Resume) -> list[dict[str, Any]]:
+    """Return what had changed: its values in the first start, and in this."""
+    known = {k: v for k, v in resume.changed.items() if k.partition(".")[0] in _ROOTS}
+    return [{name: pair[i] for name, pair in known.items()} for i in (0, 1)]
 
 
 def _prompts(base: Sequence[Run], cand: Sequence[Run]) -> list[Drift]:

@@ -1,7 +1,8 @@
 """Who may be compared with whom, who leads, and who cannot be told from the leader.
 
-Runs compete on a *board*: one task, model, engine and set of conditions, and one set of samples
-that everybody on it has played. A run that lacks some of these samples is not on the board,
+Runs compete on a *board*: one task, model and engine, nothing else apart that `compare` refuses
+for scores (weights, data, settings, releases), and one set of samples that everybody on it has
+played. A run that lacks some of these samples is not on the board,
 whatever it scores on the others; what a run has besides does not count there.
 """
 
@@ -11,13 +12,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from agentbench_kv.results.drift import by_conditions
 from agentbench_kv.results.runs import (
     SCORE,
     Run,
     RunGroup,
     Setting,
     asked_once,
-    by_conditions,
     by_setting,
     grouped,
 )

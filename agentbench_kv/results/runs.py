@@ -168,10 +168,6 @@ class Run:
         return self.budget is not None
 
     @cached_property
-    def conditions(self) -> tuple[str, ...]:
-        return tuple(repr(self.spec.get(name)) for name in CONDITIONS)
-
-    @cached_property
     def label(self) -> str:
         """The method, and in parentheses the parameters that a `--set` changed."""
         changed = self.info.provenance.get("changed_settings")
@@ -418,20 +414,6 @@ def by_setting(runs: Iterable[Run]) -> dict[Setting, list[Run]]:
     for run in runs:
         settings.setdefault(run.setting, []).append(run)
     return settings
-
-
-def by_conditions(runs: Sequence[Run]) -> list[tuple[str, list[Run]]]:
-    """Sort a setting's runs by their conditions, each with what sets it apart from the others."""
-    # As `temperature=1.0`, joined by commas; empty where all are alike.
-    sets: dict[tuple[str, ...], list[Run]] = {}
-    for run in runs:
-        sets.setdefault(run.conditions, []).append(run)
-    columns = zip(CONDITIONS, zip(*sets, strict=True), strict=True)
-    differ = [name for name, values in columns if len(set(values)) > 1]
-    return [
-        (", ".join(f"{name}={same[0].spec.get(name)}" for name in differ), same)
-        for same in sets.values()
-    ]
 
 
 def asked_once(groups: Iterable[RunGroup], metric: str) -> dict[str, float]:

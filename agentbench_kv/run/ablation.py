@@ -12,7 +12,8 @@ from agentbench_kv.errors import PrerequisiteError, UsageError, unknown_name
 from agentbench_kv.methods.agentkv import PHASELESS, SAMPLERS
 from agentbench_kv.methods.base import KEPT_SETS
 from agentbench_kv.registry import load_method, split_settings
-from agentbench_kv.results.runs import RunGroup, asked_once, load_run
+from agentbench_kv.results.drift import find_drift
+from agentbench_kv.results.runs import Run, RunGroup, asked_once, load_run
 from agentbench_kv.results.stats import Change, Interval, change, holm, level
 from agentbench_kv.results.store import RunStore
 from agentbench_kv.run.calibration import identified
@@ -110,6 +111,7 @@ def ablate(
         )
     store = RunStore(out)
     runs = [load_run(store.find(arm.spec.id).path) for arm in arms]
+    _refuse_unlike(runs)
     groups = [RunGroup(run.label, (run,)) for run in runs]
     asked = asked_once(groups, metric)
     scores = [group.scores(metric, asked) for group in groups]
@@ -131,3 +133,15 @@ def ablate(
         )
         for arm, own, gap, doubt in zip(arms, scores, [None, *gaps], doubts, strict=True)
     ]
+
+
+def _refuse_unlike(runs: Sequence[Run]) -> None:
+    """Refuse arms, finished by another version perhaps, that differ in more than the parameter."""
+    base, *others = runs
+    for run in others:
+        odd = [each for each in find_drift([base], [run]) if each.weight == "refuses"]
+        if odd:
+            raise UsageError(
+                f"refused, {base.run_id} and {run.run_id} differ in more than the parameter: "
+                f"{'; '.join(map(str, odd[:6]))}; with another --out all arms are played anew"
+            )

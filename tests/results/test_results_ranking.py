@@ -14,6 +14,7 @@ from agentbench_kv.results.ranking import LEAST_SAMPLES, Board, boards, rank
 from agentbench_kv.results.records import TrialRecord
 from agentbench_kv.results.runs import Run, grouped, load_runs
 from agentbench_kv.results.store import RunStore
+from agentbench_kv.results.tables.accuracy import accuracy_tables
 
 Make = Callable[..., Path]
 NAMES = [f"s{i}" for i in range(60)]
@@ -30,13 +31,16 @@ def make(tmp_path: Path, spec: dict[str, Any], make_trial: Callable[..., TrialRe
         group: int | None = None,
         trials: int = 1,
         prompt: str = "",
+        provenance: dict[str, Any] | None = None,
         **changes: Any,
     ) -> Path:
         known = set(right)
         own = spec | {"seed": 0} | changes
         peak = 1000 if own["budget"] is None else own["budget"] + 100
         kv = {"peak_live": peak, "logical": 1000, "events": int(peak < 1000), "longest_prefill": 90}
-        with RunStore(tmp_path).open(name, own, expected_trials=len(samples) * trials) as run:
+        expected = len(samples) * trials
+        store = RunStore(tmp_path)
+        with store.open(name, own, expected_trials=expected, provenance=provenance) as run:
             for i, sample in enumerate(samples):
                 for trial in range(trials):
                     run.append_trial(
@@ -223,6 +227,81 @@ def test_a_rival_whose_calls_are_not_read_is_on_another_board(make: Make) -> Non
     placed = {board.conditions: board for board in boards(loaded(folder))}
     assert placed.keys() == {"tool_syntax=None", "tool_syntax=none"}
     assert placed["tool_syntax=None"].full is None
+
+
+def placed(runs: Iterable[Run]) -> dict[str, set[str]]:
+    """Name the runs on each board by what sets it apart."""
+    return {
+        board.conditions: {run.run_id for each in board.entries for run in each.group.runs}
+        for board in boards(runs)
+    }
+
+
+def test_other_weights_under_the_same_name_are_another_board(make: Make) -> None:
+    real, tuned = ({"model_sha": letter * 64} for letter in "ab")
+    make("full", NAMES[:30], method="full", budget=None, model="/exp1/final", provenance=real)
+    make("snapkv", NAMES[:30], method="snapkv", model="/exp1/final", provenance=real)
+    folder = make("agentkv", NAMES, model="/exp2/final", provenance=tuned)
+    assert placed(loaded(folder)) == {
+        f"model_sha={'a' * 16}...": {"full", "snapkv"},
+        f"model_sha={'b' * 16}...": {"agentkv"},
+    }
+    tables = accuracy_tables(loaded(folder))
+    assert not [each for each in tables if "difference" in each.title and "b" * 16 in each.title]
+    assert all("[model_sha=" in table.title for table in tables)
+
+
+def test_repeats_on_other_weights_and_releases_are_no_repeats(make: Make) -> None:
+    first = {"model_sha": "a" * 64, "kvbench": "0.1.0", "packages": {"torch": "2.8.0"}}
+    other = {"model_sha": "b" * 64, "kvbench": "0.9.0", "packages": {"torch": "9.0.0"}}
+    make("a", NAMES[:30], seed=0, provenance=first)
+    folder = make("b", NAMES[:45], seed=1, provenance=other)
+    runs = loaded(folder)
+    assert [len(entry.group.runs) for board in boards(runs) for entry in board.entries] == [1, 1]
+    known = ", ".join(f"{name}={{}}" for name in ("kvbench", "model_sha", "packages.torch"))
+    assert {tuple(sorted(each.split(", "))) for each in placed(runs)} == {
+        tuple(known.format("0.1", f"{'a' * 16}...", "2.8").split(", ")),
+        tuple(known.format("0.9", f"{'b' * 16}...", "9.0").split(", ")),
+    }
+
+
+def test_what_an_engine_was_told_is_a_condition(make: Make) -> None:
+    told = {"quantization": "fp8"}
+    make("full", NAMES[:20], method="full", budget=None, engine_args=told)
+    folder = make("mine", NAMES[:30])
+    assert placed(loaded(folder)) == {
+        "engine_args.quantization=None": {"mine"},
+        "engine_args.quantization=fp8": {"full"},
+    }
+
+
+def test_what_compare_only_notes_splits_no_board(make: Make) -> None:
+    first = {"kvbench": "0.1.0", "hardware": {"gpu": "A"}, "packages": {"scipy": "1.1"}}
+    other = {"kvbench": "0.1.3", "hardware": {"gpu": "B"}, "packages": {"scipy": "2.0"}}
+    make("full", NAMES, method="full", budget=None, provenance=first)
+    folder = make("mine", NAMES[:30], provenance=other)
+    assert placed(loaded(folder)) == {"": {"full", "mine"}}
+
+
+def test_what_an_older_version_did_not_record_splits_no_board(make: Make) -> None:
+    """Where weights differ, runs that say nothing go with most of those that do."""
+    known = {"model_sha": "a" * 64, "context_limit": 4096, "task": {"data_sha256": "d"}}
+    make("old", NAMES, method="full", budget=None)
+    make("new", NAMES[:30], method="rkv", provenance=known)
+    folder = make("part", NAMES[:30], method="h2o", provenance={"task": {"data_sha256": "d"}})
+    assert placed(loaded(folder)) == {"": {"old", "new", "part"}}
+    make("newer", NAMES[:30], method="snapkv", provenance=known)
+    make("a-tuned", NAMES[:30], method="agentkv", provenance=known | {"model_sha": "b" * 64})
+    assert [*placed(loaded(folder)).values()] == [{"old", "new", "newer", "part"}, {"a-tuned"}]
+
+
+def test_values_that_begin_alike_are_told_apart(make: Make) -> None:
+    for letter in "ab":
+        known = {"engine_details": {"version": f"0.11.0+built.here.{letter}"}}
+        folder = make(letter, NAMES, provenance=known)
+    assert {*placed(loaded(folder))} == {
+        f"engine_details.version=0.11.0+built.here.{letter}" for letter in "ab"
+    }
 
 
 def test_drifted_prompts_are_off_the_board(make: Make) -> None:
