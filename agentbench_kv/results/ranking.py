@@ -8,7 +8,6 @@ whatever it scores on the others; what a run has besides does not count there.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -197,23 +196,29 @@ def _sample_sets(played: Sequence[_Played]) -> list[frozenset[str]]:
 
 
 def _without_drift(runs: Sequence[Run]) -> tuple[list[Run], list[tuple[Run, str]]]:
-    """Split off runs whose prompts are not those of the uncompressed run, else of most runs."""
-    plain = [run for run in runs if not run.compressed] or runs
-    votes: dict[tuple[str, int], Counter[str]] = {}
-    for run in plain:
-        for key, prompt in run.prompts.items():
-            votes.setdefault(key, Counter())[prompt] += 1
+    """Split off runs whose prompts are not the uncompressed runs', or most methods' elsewhere."""
+    plain = _votes(run for run in runs if not run.compressed)
+    votes = _votes(runs) | plain
+    right = {key: max(found, key=lambda prompt: len(found[prompt])) for key, found in votes.items()}
     sound, drifted = [], []
     for run in runs:
-        known = [(key, prompt) for key, prompt in run.prompts.items() if key in votes]
-        wrong = [key for key, prompt in known if prompt != votes[key].most_common(1)[0][0]]
+        wrong = [key for key, prompt in run.prompts.items() if prompt != right[key]]
         if not wrong:
             sound.append(run)
             continue
         sample, trial = wrong[0]
         why = (
-            f"drift: prompts differ from the other runs' in {len(wrong)} of {len(known)} trials, "
-            f"first in sample {sample} trial {trial}"
+            f"drift: prompts differ from the other runs' in {len(wrong)} of {len(run.prompts)} "
+            f"trials, first in sample {sample} trial {trial}"
         )
         drifted.append((run, why))
     return sound, drifted
+
+
+def _votes(runs: Iterable[Run]) -> dict[tuple[str, int], dict[str, set[str]]]:
+    """Return the methods that had each prompt of a trial, those of the earliest run first."""
+    votes: dict[tuple[str, int], dict[str, set[str]]] = {}
+    for run in sorted(runs, key=lambda run: (run.info.created, run.run_id)):
+        for key, prompt in run.prompts.items():
+            votes.setdefault(key, {}).setdefault(prompt, set()).add(run.method)
+    return votes

@@ -314,6 +314,26 @@ def test_drifted_prompts_are_off_the_board(make: Make) -> None:
     assert (run.run_id, reason.split(":")[0]) == ("b", "drift")
 
 
+@pytest.mark.parametrize("budgets", [(256,), (100, 256, 400)])
+def test_prompts_that_no_uncompressed_run_played_are_voted_on_by_all(
+    make: Make, budgets: Sequence[int]
+) -> None:
+    """By method, the earliest where they are as many: at many budgets nobody has many votes."""
+    make("full", NAMES[:20], samples=NAMES[:20], method="full", budget=None, limit=20)
+    make("honest", NAMES[:30], method="rkv")
+    for budget in budgets:
+        folder = make(f"a{budget}", NAMES, method="agentkv", budget=budget)
+        path = folder / f"a{budget}" / "samples.jsonl"
+        lines = path.read_text().splitlines()
+        easier = [line.replace('"prompt_sha":"', '"prompt_sha":"easier ') for line in lines[20:]]
+        path.write_text("\n".join([*lines[:20], *easier]) + "\n")
+    (board, *_) = boards(loaded(folder))
+    assert {run.run_id for run, _ in board.out} == {f"a{budget}" for budget in budgets}
+    assert {reason for _, reason in board.out} == {
+        "drift: prompts differ from the other runs' in 40 of 60 trials, first in sample s20 trial 0"
+    }
+
+
 def test_a_method_at_many_budgets_is_not_many_methods(make: Make) -> None:
     for budget in (100, 200, 300):
         make(f"a{budget}", NAMES[:20], samples=NAMES[:30], method="agentkv", budget=budget)
