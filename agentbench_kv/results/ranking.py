@@ -47,6 +47,7 @@ class Board:
     metric: str
     samples: frozenset[str]  # that everybody on the board has played
     entries: tuple[Entry, ...]  # uncompressed first, then by name and budget
+    beside: str = ""  # how its samples are to those of its conditions' first board; empty for that
     out: tuple[tuple[Run, str], ...] = ()  # runs of the setting on no board, with the reason
 
     @property
@@ -86,10 +87,11 @@ class Rank:
 def boards(runs: Iterable[Run], metric: str = SCORE) -> list[Board]:
     """Sort runs onto boards, by setting and conditions.
 
-    The first board of a setting is played on the largest set of samples that two methods have
-    exactly. If others have not played all of it but share a set of their own, that is a board too,
-    on which everybody who played it is compared. So nobody competes on samples of their own
-    choosing, and a smaller set never changes the ranks on a larger one. Runs that are on no board
+    A board is played on a set of samples that two methods have exactly. If others have not played
+    all of it but share a set of their own, that is a board too, on which everybody who played it
+    is compared. So nobody competes on samples of their own choosing, and a smaller set never
+    changes the ranks on a larger one. The first board is that of most methods, each counted at the
+    largest set it has; of as many, the one with most samples. Runs that are on no board
     are in the first one's `out`, with the reason, as are those that are not valid.
     """
     return [
@@ -156,43 +158,60 @@ def _boards(setting: Setting, conditions: str, runs: Sequence[Run], metric: str)
         Board(setting, conditions, metric, samples, entries)
         for samples, entries in zip(sets, placed, strict=True)
     ] or [Board(setting, conditions, metric, frozenset(), ())]
-    return [replace(made[0], out=(*out, *drifted)), *made[1:]]
+    others = [replace(board, beside=_beside(board, made[0])) for board in made[1:]]
+    return [replace(made[0], out=(*out, *drifted)), *others]
+
+
+def _beside(board: Board, first: Board) -> str:
+    """Say how a board's samples are to those of the first, and whether fewer methods have them."""
+    named = "another set"
+    if board.samples < first.samples:
+        named = "a smaller set"
+    elif board.samples > first.samples:
+        named = "a larger set"
+    mine, theirs = (len({each.group.method for each in b.entries}) for b in (board, first))
+    return named + " that fewer methods played" * (mine < theirs)
 
 
 @dataclass(frozen=True)
 class _Played:  # the samples that a method has, in all its runs or in one of them
     label: str
+    method: str  # without preset and settings
     samples: frozenset[str]
     declared: bool = False  # a run's own limit says that they are so many, before it was played
 
 
 def _played(known: Iterable[tuple[RunGroup, Scores]]) -> Iterator[_Played]:
     for group, own in known:
-        yield _Played(group.label, frozenset(own.parts))
+        yield _Played(group.label, group.method, frozenset(own.parts))
         for run in group.runs:
             samples = frozenset(own.parts.keys() & run.scores.keys())
-            yield _Played(group.label, samples, run.spec.get("limit") == len(samples))
+            declared = run.spec.get("limit") == len(samples)
+            yield _Played(group.label, group.method, samples, declared)
 
 
 def _sample_sets(played: Sequence[_Played]) -> list[frozenset[str]]:
-    """Return the sets of samples to compete on, the largest first."""
+    """Return the sets of samples to compete on, that of most methods first, then the largest."""
     # Those that two methods have exactly, or that one declared and another has too, unless whoever
     # played it also played a larger one. Where there is none, the largest anybody has.
     methods: dict[frozenset[str], set[str]] = {}
     for each in played:
         methods.setdefault(each.samples, set()).add(each.label)
     declared = {each.samples for each in played if each.declared}
-    chosen: list[frozenset[str]] = []
+    chosen: dict[frozenset[str], int] = {}  # to how many methods it is the largest chosen set
     placed: set[str] = set()
+    counted: set[str] = set()
     for samples in sorted(methods, key=lambda each: (-len(each), sorted(each))):
         able = {each.label for each in played if samples <= each.samples}
         shared = len(methods[samples]) > 1 or (samples in declared and len(able) > 1)
         if shared and not able <= placed:
-            chosen.append(samples)
+            new = {each.method for each in played if samples <= each.samples} - counted
+            chosen[samples] = len(new)
             placed |= able
+            counted |= new
     if not chosen and methods:
         return [max(methods, key=lambda each: (len(each), sorted(each)))]
-    return chosen
+    return sorted(chosen, key=lambda each: (-chosen[each], -len(each), sorted(each)))
 
 
 def _without_drift(runs: Sequence[Run]) -> tuple[list[Run], list[tuple[Run, str]]]:

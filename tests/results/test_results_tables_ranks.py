@@ -15,6 +15,7 @@ from agentbench_kv.cli.compare import compare
 from agentbench_kv.cli.report import report
 from agentbench_kv.results.ranking import LEAST_SAMPLES, Board, Entry
 from agentbench_kv.results.runs import SCORE, Setting, load_runs
+from agentbench_kv.results.site.boards import views
 from agentbench_kv.results.stats import Scores, change, level
 from agentbench_kv.results.store import RunStore
 from agentbench_kv.results.tables.accuracy import BoardPage, _tables, accuracy_tables
@@ -98,17 +99,44 @@ def test_a_subset_chosen_afterwards_is_a_board_of_its_own_at_most(write, tmp_pat
     assert all(cell.mark is None for table in tables[1:] for _, _, cell in table.cells())
 
 
-def test_a_smaller_set_that_all_of_some_methods_played_is_said_to_be_one(write, tmp_path):
+def test_another_set_that_some_methods_played_is_said_to_be_one(write, tmp_path):
     write("full", played(38))
     write("rkv", played(20), budget=100)
     write("snapkv", played(25, of=25, start=30), budget=100)
     write("knorm", played(5, of=25, start=30), budget=100)
     tables = built(tmp_path)
-    (smaller,) = [t for t in tables if "a smaller set" in t.title and "all samples" in t.title]
-    assert "25 samples, a smaller set that fewer methods played" in smaller.title
-    assert cells(smaller)["snapkv"][0].mark is Mark.BEST
-    assert cells(smaller)["knorm"][0].mark is None
+    (other,) = [t for t in tables if "another set" in t.title and "all samples" in t.title]
+    assert "25 samples, another set:" in other.title
+    assert cells(other)["snapkv"][0].mark is Mark.BEST
+    assert cells(other)["knorm"][0].mark is None
     assert len({table.key for table in tables}) == len(tables)
+
+
+@pytest.mark.parametrize(
+    ("start", "said"),
+    [(200, "another set that fewer methods played"), (0, "a larger set that fewer methods played")],
+)
+def test_two_entries_of_ones_own_displace_nobodys_board(write, tmp_path, start, said):
+    for name in ("full", "rkv", "h2o", "snapkv", "knorm", "tova"):
+        write(name, played(20), budget=None if name == "full" else 100)
+    for name, right in (("mine", 41), ("random", 10)):
+        write(name, played(right, of=41, start=start), budget=100, seed=9)
+    first, second = (t for t in built(tmp_path) if "all samples" in t.title)
+    assert "40 samples:" in first.title
+    assert {"full", "rkv", "h2o", "snapkv", "knorm", "tova"} <= cells(first).keys()
+    assert f"41 samples, {said}:" in second.title
+    assert set(cells(second)) == {"mine", "random"}
+    seen = views(load_runs([tmp_path / "runs"])[0])
+    assert [view.size for view in seen] == ["40 samples", f"41 samples, {said}"]
+
+
+def test_a_smaller_set_that_more_methods_have_is_not_said_to_have_fewer(write, tmp_path):
+    for name in ("full", "rkv"):
+        write(name, played(20), budget=None if name == "full" else 100)
+    for name in ("snapkv", "knorm"):
+        write(name, played(5, of=25), budget=100)
+    titles = [t.title for t in built(tmp_path) if "all samples" in t.title]
+    assert ["40 samples:" in titles[0], "25 samples, a smaller set:" in titles[1]] == [True, True]
 
 
 def test_only_a_sole_leader_is_the_best(write, tmp_path):
@@ -336,7 +364,7 @@ def false_claims(shape, tables):
     rng = np.random.default_rng(20)
     unmarked, differing = 0, 0
     for _ in range(tables):
-        scores, gaps = _tables(BoardPage(equal_board(rng, shape), False, ()))
+        scores, gaps = _tables(BoardPage(equal_board(rng, shape), ()))
         marked = [row.cells[2:] for row in scores.rows if row.cells[0].value != "full"]
         assert (len(marked), len(gaps.rows)) == (METHODS, METHODS)
         unmarked += any(cell.mark is None for row in marked for cell in row)

@@ -14,7 +14,7 @@ from agentbench_kv.results.drift import speed_conditions
 from agentbench_kv.results.fidelity import KL, SHARES, divergence
 from agentbench_kv.results.gate import describe, repeats
 from agentbench_kv.results.ranking import Board, Entry, Rank, boards, rank
-from agentbench_kv.results.runs import Run, RunGroup, Setting, asked_once, budget_order
+from agentbench_kv.results.runs import Run, RunGroup, asked_once, budget_order
 from agentbench_kv.results.site import charts
 from agentbench_kv.results.site.charts import NOTHING, percent, visible
 from agentbench_kv.results.site.memory import Held, held
@@ -138,7 +138,6 @@ class BoardView:
 
     board: Board
     name: str  # what tells it from the other boards of its task
-    smaller: bool  # whether there is a board of the same setting on more samples
     floor: Interval | None  # what an agent that does nothing scores on the same samples
     styles: Mapping[str, str]  # colour class of each method, the same on every page
     ends: tuple[float, float] | None  # least and most bytes of a session on the task's boards
@@ -208,10 +207,10 @@ class BoardView:
 
     @property
     def size(self) -> str:
-        """How many samples everybody played, and in how many groups they come."""
+        """How many samples everybody played, in how many groups, and what of the first board's."""
         groups = next((e.level.groups for e in self.board.entries if e.level.groups), None)
-        text = f"{len(self.board.samples):,} samples"
-        return f"{text} in {groups:,} groups" if groups else text
+        text = f"{len(self.board.samples):,} samples" + (f" in {groups:,} groups" if groups else "")
+        return f"{text}, {self.board.beside}" if self.board.beside else text
 
     @property
     def matrix(self) -> list[MatrixRow]:
@@ -268,7 +267,7 @@ class BoardView:
 
 
 def views(runs: Sequence[Run]) -> list[BoardView]:
-    """Return the boards of every setting but the null agent's, the largest of a setting first."""
+    """Return the boards of every setting but the null agent's, in their order."""
     every = [each for each in boards(runs) if not each.setting.null]
     labels = sorted({e.group.label for b in every for e in b.entries if e.group.holds_less})
     styles = {label: f"s{number % _COLOURS + 1}" for number, label in enumerate(labels)}
@@ -276,15 +275,13 @@ def views(runs: Sequence[Run]) -> list[BoardView]:
     for board in every:
         own = (size for e in board.entries if (size := held(board, e).bytes))
         sizes.setdefault(board.setting.task, []).extend(own)
-    found, seen = [], set[tuple[Setting, str]]()
+    found = []
     for board in every:
-        key = (board.setting, board.conditions)
-        parts = (board.setting.model, board.setting.engine, board.conditions)
-        name = " · ".join(visible(part, 120) for part in parts if part)
+        parts = [visible(part, 120) for part in (board.setting.model, board.setting.engine)]
+        name = " · ".join([*parts, *[visible(board.conditions, 600)] * bool(board.conditions)])
         sized = sizes[board.setting.task]
         ends = (min(sized), max(sized)) if sized else None
-        found.append(BoardView(board, name, key in seen, _floor(board, runs), styles, ends))
-        seen.add(key)
+        found.append(BoardView(board, name, _floor(board, runs), styles, ends))
     return found
 
 

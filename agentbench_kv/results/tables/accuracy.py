@@ -177,7 +177,6 @@ class BoardPage:
     """A board with what stands around it."""
 
     board: Board
-    smaller: bool  # whether a larger set of samples of the same conditions has a board
     # Valid runs of the agent that does nothing, on the same task, and of its floors: name and runs.
     null: tuple[tuple[str, RunGroup], ...]
 
@@ -192,8 +191,8 @@ class BoardPage:
     @property
     def size(self) -> str:
         inside = f" in {self.groups} groups" if self.groups else ""
-        smaller = ", a smaller set that fewer methods played" if self.smaller else ""
-        return f"{len(self.board.samples)} samples{inside}{smaller}"
+        beside = f", {self.board.beside}" if self.board.beside else ""
+        return f"{len(self.board.samples)} samples{inside}{beside}"
 
 
 def accuracy_tables(runs: Sequence[Run], metric: str = SCORE) -> list[Table]:
@@ -215,7 +214,6 @@ def pages(runs: Sequence[Run], metric: str) -> Iterator[BoardPage]:
     whole = {
         board.setting for board in known if any(floor_of(run) == OFF for run in _placed(board))
     }
-    seen = set()
     for board in known:
         placed = _placed(board)
         if board.setting.null and all(asked(run) in played for run in placed):
@@ -227,9 +225,7 @@ def pages(runs: Sequence[Run], metric: str) -> Iterator[BoardPage]:
             if not board.setting.null:
                 null = null_of(placed, runs)
                 beside = [*([(null.label, null)] if null else []), *floors_of(placed, runs)]
-            smaller = (board.setting, board.conditions) in seen
-            yield BoardPage(board, smaller, tuple(beside))
-        seen.add((board.setting, board.conditions))
+            yield BoardPage(board, tuple(beside))
 
 
 def _placed(board: Board) -> list[Run]:
@@ -395,7 +391,7 @@ def _table(
         notes,
         legend,
         board.conditions,
-        ("accuracy", metric, subset, str(number) * page.smaller),
+        ("accuracy", metric, subset, str(number) * bool(board.beside)),
         metric=metric,
         subset=subset,
         samples=number,
@@ -439,7 +435,7 @@ def _pass_table(page: BoardPage) -> Table | None:
         (f"K = {', '.join(map(str, tries))} trials", *conditions(page.runs)),
         (PASSES,),
         board.conditions,
-        ("passk", str(len(board.samples)) * page.smaller),
+        ("passk", str(len(board.samples)) * bool(board.beside)),
         metric="pass^k",
         samples=len(board.samples),
     )

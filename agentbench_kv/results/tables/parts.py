@@ -89,7 +89,7 @@ def _parts(page: BoardPage) -> Table | None:
         (),
         legend,
         board.conditions,
-        ("parts", str(number) * page.smaller),
+        ("parts", str(number) * bool(board.beside)),
         samples=number,
     )
 
