@@ -137,7 +137,8 @@ def _boards(setting: Setting, conditions: str, runs: Sequence[Run], metric: str)
     groups = grouped(sound)
     asked = asked_once(groups, metric)
     scored = [(group, group.scores(metric, asked)) for group in groups]
-    known = [(group, scores) for group, scores in scored if scores is not None]
+    # Nobody may have been asked anything of a sub-score.
+    known = [(group, scores) for group, scores in scored if scores is not None and scores.parts]
     sets = _sample_sets(list(_played(known)))
     placed = [
         tuple(
@@ -187,7 +188,8 @@ def _played(known: Iterable[tuple[RunGroup, Scores]]) -> Iterator[_Played]:
         for run in group.runs:
             samples = frozenset(own.parts.keys() & run.scores.keys())
             declared = run.spec.get("limit") == len(samples)
-            yield _Played(group.label, group.method, samples, declared)
+            if samples:
+                yield _Played(group.label, group.method, samples, declared)
 
 
 def _sample_sets(played: Sequence[_Played]) -> list[frozenset[str]]:

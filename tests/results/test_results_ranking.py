@@ -386,3 +386,25 @@ def test_a_failed_trial_is_asked_what_others_were(
     (board,) = boards(loaded(tmp_path), "x")
     shares = {entry.group.method: entry.level.point for entry in board.entries}
     assert shares == {"rkv": pytest.approx(0.5), "h2o": pytest.approx(2 / 6)}
+
+
+def test_a_sub_score_that_nobody_was_asked_is_on_no_board(
+    tmp_path: Path, spec: dict[str, Any], make_trial: Callable[..., TrialRecord]
+) -> None:
+    """Nor is that of two methods' further runs a board of its own."""
+    kv = {"peak_live": 300, "logical": 900, "events": 1, "longest_prefill": 90}
+    for model, method, seed, asked in (
+        ("asked", "rkv", 0, 2),
+        ("never", "rkv", 0, 0),
+        ("never", "h2o", 0, 0),
+        ("asked", "h2o", 0, 2),
+        ("asked", "rkv", 1, 0),
+        ("asked", "h2o", 1, 0),
+    ):
+        own = spec | {"model": model, "method": method, "seed": seed}
+        with RunStore(tmp_path).open(f"{model}-{method}-{seed}", own, expected_trials=1) as run:
+            metrics = {"x_right": asked, "x_asked": asked}
+            run.append_trial(make_trial(f"s{seed}", metrics=metrics, kv=kv))
+    found = boards(loaded(tmp_path), "x")
+    assert {board.setting.model: len(board.entries) for board in found} == {"asked": 2, "never": 0}
+    assert {each.where["model"] for each in accuracy_tables(loaded(tmp_path), "x")} == {"asked"}
