@@ -162,7 +162,7 @@ class RunDir(RunReader):
         A PrerequisiteError if the disk is full or read-only (everything appended before is safe), a
         UsageError if another process took the run over.
         """
-        self._append("samples.jsonl", [record], counts=record.finished)
+        self._append("samples.jsonl", [record])
 
     def append_turns(self, records: Sequence[TurnRecord]) -> None:
         """Append turns to `turns.jsonl`; raises like `append_trial`."""
@@ -281,9 +281,10 @@ class RunDir(RunReader):
         if self._stop.is_set():
             raise UsageError(f"run {self._info.run_id} is closed: nothing is recorded any more")
 
-    def _append(self, name: str, records: Sequence[Struct], counts: bool = False) -> None:
+    def _append(self, name: str, records: Sequence[Struct]) -> None:
         with self._writing():
             # A start that finishes no trial says nothing of those there are.
+            counts = any(isinstance(each, TrialRecord) and each.finished for each in records)
             if counts and self._resume is not None and not self._recorded:
                 self._write(resumes=[*self._earlier, self._resume])
                 self._recorded = True
