@@ -108,7 +108,8 @@ def make(tmp_path: Path, spec: dict[str, Any], make_trial: Callable[..., TrialRe
         place = f"{name}-{own['budget']}-{own['seed']}-{len(samples)}-{prompt}"
         while (tmp_path / "runs" / place).exists():
             place += "-again"
-        with RunStore(tmp_path / "runs").open(place, own, expected_trials=len(samples)) as run:
+        store = RunStore(tmp_path / "runs")
+        with store.open(place, own, expected_trials=len(samples)) as run, run.playing():
             for sample in samples:
                 trial = make_trial(
                     sample,
