@@ -475,6 +475,16 @@ def calibration_of_a_method_without(f: Any) -> None:
     f.info(lambda info: info["provenance"].update(calibration={"sha256": "ab" * 32}))
 
 
+def forged_findings(
+    submit: Callable[..., Any], subject: str, forge: Callable[[Any], None]
+) -> list[str]:
+    """Return what is found in a submission that was sound before it was forged."""
+    forged = submit(subject)
+    assert not validate(forged.folder).findings
+    forge(forged)
+    return [str(each) for each in validate(forged.cover()).findings]
+
+
 @pytest.mark.parametrize(
     ("subject", "forge", "said"),
     [
@@ -489,10 +499,7 @@ def calibration_of_a_method_without(f: Any) -> None:
 def test_a_calibration_is_part_of_the_run(
     subject: str, forge: Callable[[Any], None], said: str, submit: Callable[..., Any]
 ) -> None:
-    forged = submit(subject)
-    assert not validate(forged.folder).findings
-    forge(forged)
-    findings = [str(each) for each in validate(forged.cover()).findings]
+    findings = forged_findings(submit, subject, forge)
     assert any(said in line for line in findings), findings
 
 
@@ -535,10 +542,7 @@ def a_plug_ins_setting(f: Any) -> None:
 def test_nobody_chooses_the_name_that_is_printed(
     subject: str, forge: Callable[[Any], None], said: str, submit: Callable[..., Any]
 ) -> None:
-    forged = submit(subject)
-    assert not validate(forged.folder).findings
-    forge(forged)
-    findings = [str(each) for each in validate(forged.cover()).findings]
+    findings = forged_findings(submit, subject, forge)
     assert all(f"provenance.changed_settings: {said}" in line for line in findings), findings
     assert bool(findings) is bool(said)
 
