@@ -102,7 +102,10 @@ def arms_of(engine: str, prompt: int, budgets: Sequence[int] = BUDGETS) -> list[
     for name, budget in product(("agentkv", "snapkv"), budgets):
         words = ("--method", name, "--budget", str(budget), "--set", "trigger=prefill+every")
         arms.append(Arm(f"{name} {budget}", words))
-    return arms
+    # The message, an eighth of the prompt, is protected: a budget has to leave something beyond it.
+    quarter, method = str(prompt // 4), "agentkv@system,prefix=shared"
+    words = ("--method", method, "--budget", quarter, "--set", "trigger=prefill+every")
+    return [*arms, Arm(f"{method} {quarter}", words)]
 
 
 def cells(

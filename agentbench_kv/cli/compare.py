@@ -190,14 +190,19 @@ def _without_baseline(
 def _plan(runs: Sequence[str], out: Path, as_json: bool, **options: Any) -> int:
     from agentbench_kv.results.baseline import open_sides
     from agentbench_kv.results.compare import plan, plan_lines
+    from agentbench_kv.results.compare_text import tell
 
     if len(runs) > 1:
         raise UsageError(f"--plan takes BASE alone, got {len(runs)} runs")
     percent = options["discordance"]
     share = None if percent is None else percent / 100
     limits = options["margin"], options["catch"], options["samples"]
-    with open_sides(runs, out) as (sides, _):
-        found = plan([run for side in sides for run in side], *limits, share)
+    with open_sides(runs, out) as (sides, problems):
+        base = [run for side in sides for run in side]
+        if problems and not base:
+            raise UsageError(f"{problems[0].path}: {problems[0].reason}")
+        found = plan(base, *limits, share)
+    tell(problems)
     lines = [found.model_dump_json(indent=2)] if as_json else plan_lines(found)
     click.echo("\n".join(lines))
     return 0

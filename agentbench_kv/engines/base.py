@@ -425,6 +425,11 @@ class Engine(ABC):
         """Return figures of the KV memory, such as `free_blocks` and `total_blocks`, if known."""
         return {}
 
+    @property
+    def restarts(self) -> int:
+        """How often the process that it works in died and was started again."""
+        return 0
+
     def pool_peak(self) -> int | None:
         """Return the most bytes of KV memory that sessions took up since this was last asked.
 

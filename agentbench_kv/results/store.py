@@ -205,16 +205,11 @@ class RunDir(RunReader):
             with self._writing(), files.writing(path):
                 path.unlink(missing_ok=True)
 
-    @property
-    def goes_on(self) -> bool:
-        """Whether trials were finished before it was opened, which are not played again."""
-        return self._resume is not None
-
     def annotate(self, provenance: Mapping[str, Any]) -> None:
         """Add provenance that is known only once the engine runs.
 
-        If the run `goes_on`, the first start's values stay. What differs from them, or was not
-        known, is recorded as changed with the first trial that is finished so.
+        If trials were finished before it was opened, the first start's values stay. What differs
+        from them, or was not known, is recorded as changed, with the first trial finished so.
         """
         told = _plain(provenance)
         with self._lock:

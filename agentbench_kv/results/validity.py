@@ -145,7 +145,8 @@ def _exceeded(spec: Mapping[str, Any], trials: Sequence[TrialRecord]) -> str | N
     return (
         f"{len(excess)} trials exceeded the {limit}; worst: sample {worst.sample_id} trial "
         f"{worst.trial} held {_held(worst)} tokens, {over} over the bound "
-        f"{sizes} + {worst.kv.longest_prefill} ({names} + longest prefill){_told_anew(spec, worst)}"
+        f"{sizes} + {worst.kv.longest_prefill} ({names} + longest prefill)"
+        f"{_told_anew(spec, worst)}{_cure(spec)}"
     )
 
 
@@ -233,7 +234,7 @@ def _never_recalled(trials: Sequence[TrialRecord]) -> str | None:
 
 
 def _cure(spec: Mapping[str, Any]) -> str:
-    """Say what makes a method fire that waits for more generated tokens than there are."""
+    """Say what makes a method fire that waits for generated tokens, of which there may be few."""
     if _parameter(spec, "trigger") != "every":
         return ""
     return (

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from agentbench_kv.analysis.fidelity import FidelityCounts
 from agentbench_kv.engines.base import Engine
 from agentbench_kv.errors import KVBenchError
+from agentbench_kv.gateway.session import notes_for
 from agentbench_kv.methods.base import Phase
-from agentbench_kv.methods.spans import Source, TurnNotes
+from agentbench_kv.methods.spans import Hints
 from agentbench_kv.phases import PhaseMachine, PhaseTable, load_tokenizer, system_tokens
 from agentbench_kv.run.kinds import Labelled
 from agentbench_kv.run.recordings import RecordedTurn, Recording, refuse_other_labels
@@ -29,40 +30,44 @@ class ExactCalls:
     events: int  # evictions in those sessions, and times that a method dropped messages
     seconds: float  # that playing them took
     parts: Mapping[str, tuple[int, int]]  # right and asked of each session with calls
+    behind: Mapping[str, tuple[int, int]]  # of these, those of answers behind a first event
 
 
 def exact_calls(
     engine: Engine,
     recordings: Sequence[Recording],
-    protect: str = "",
     tool_syntax: str = "auto",
     closing: str = "",
 ) -> ExactCalls:
     """Play recorded sessions one after the other, with their answers given.
 
-    `protect` and `closing` are the method's, `tool_syntax` is how the recorded calls are written. A
-    KVBenchError if the engine has no room for one, or does not say what it would have drawn.
+    `closing` is the method's, `tool_syntax` is how the recorded calls are written. A KVBenchError
+    if the engine has no room for one, or does not say what it would have drawn.
     """
     if closing:
         refuse_other_labels(closing)
     table = PhaseTable.for_tokenizer(load_tokenizer(engine.info.model_path), tool_syntax)
     parts: dict[str, tuple[int, int]] = {}
+    behind: dict[str, tuple[int, int]] = {}
     events, began = 0, time.perf_counter()
     for number, recording in enumerate(recordings):
-        counts = FidelityCounts()
+        counts = {False: FidelityCounts(), True: FidelityCounts()}  # behind an event, or not yet
         session = _Session(engine, f"given|{number}|{recording.sample}", table)
         try:
             for turn in recording.turns:
-                session.read(turn, protect)
-                _count(engine, session.name, turn.answer, counts)
+                session.read(turn)
+                _count(engine, session.name, turn.answer, counts[session.events > 0])
                 session.log += turn.answer
         finally:
             events += session.close()
-        right, asked = counts.sums["calls_exact"]
+        before, after = (counts[late].sums["calls_exact"] for late in (False, True))
+        right, asked = (int(one + other) for one, other in zip(before, after, strict=True))
         if asked:
-            parts[recording.sample] = (int(right), int(asked))
+            parts[recording.sample] = (right, asked)
+        if after[1]:
+            behind[recording.sample] = (int(after[0]), int(after[1]))
     right, asked = (sum(pair[side] for pair in parts.values()) for side in (0, 1))
-    return ExactCalls(right, asked, events, time.perf_counter() - began, parts)
+    return ExactCalls(right, asked, events, time.perf_counter() - began, parts, behind)
 
 
 class _Session:
@@ -76,12 +81,18 @@ class _Session:
         self._machine = PhaseMachine(table)
         engine.open(name, self._machine)
 
-    def read(self, turn: RecordedTurn, protect: str) -> None:
+    @property
+    def events(self) -> int:
+        """How often something left it so far, as `ExactCalls.events` counts."""
+        return self._events + len(self._engine.stats(self.name).events)
+
+    def read(self, turn: RecordedTurn) -> None:
+        """Add a turn's prompt, with the notes that a gateway would give."""
         prompt = turn.prompt if turn.keep is None else self._shortened(turn.keep) + turn.prompt
         ids, phases = zip(*prompt, strict=True)
         if self._engine.wants_notes:
-            system = system_tokens(self._table, ids) if protect == "system" else 0
-            notes = TurnNotes([(len(ids), Source.DOCUMENT)], system=system)
+            system = 0 if self.log else system_tokens(self._table, ids)
+            notes = replace(notes_for(self._machine, ids, Hints()), system=system)
             self._engine.note(self.name, ids, notes)
         self._machine.label_many(ids)  # what is answered is labelled from where they end
         self._engine.extend(self.name, ids, phases)

@@ -32,7 +32,7 @@ from agentbench_kv.results.records import KVAccount, Metric, TrialRecord, TrialS
 from agentbench_kv.results.store import RunDir, RunReader, RunStore
 from agentbench_kv.results.summary import GIVEN_TOKENS, Summary, summarize
 from agentbench_kv.run.calibration import calibration_used, identified
-from agentbench_kv.run.provenance import environment, method_code
+from agentbench_kv.run.provenance import environment, method_code, refuse_other_model
 from agentbench_kv.run.recordings import RecordedTurn, Recording, refuse_other_labels
 from agentbench_kv.run.runner import refuse_without_messages
 from agentbench_kv.run.spec import RunSpec
@@ -145,7 +145,7 @@ def play_fidelity(
         built = [spec.built_method for spec in specs]
         beginnings = stack.enter_context(closing(Beginnings(model, built)))
         for spec in specs:
-            run = _opened(spec, recordings, RunStore(out))
+            run = _opened(spec, recordings, RunStore(out), model)
             runs.append(run)
             if isinstance(run, RunDir):
                 arms.append((stack.enter_context(run), spec.built_method))
@@ -166,9 +166,13 @@ def play_fidelity(
         return [summarize(run) for run in runs]
 
 
-def _opened(spec: RunSpec, recordings: Sequence[Recording], store: RunStore) -> RunReader:
+def _opened(
+    spec: RunSpec, recordings: Sequence[Recording], store: RunStore, model: LoadedModel
+) -> RunReader:
     """Return a spec's run, open for writing if it misses a session."""
-    made = environment() | method_code(spec.built_method)
+    if spec.id in store.names():
+        refuse_other_model(store.find(spec.id), model.sha)
+    made = environment(spec.device) | method_code(spec.built_method)
     keys = [(recording.sample, 0) for recording in recordings]
     whole = store.whole(spec.id, spec.document(), made, keys)
     return whole or store.open(spec.id, spec.document(), made, len(recordings))

@@ -14,17 +14,18 @@ from typing import Any, cast
 
 import agentbench_kv
 from agentbench_kv.environments import process_env
+from agentbench_kv.errors import UsageError
 from agentbench_kv.methods.base import Method
 from agentbench_kv.methods.kvpress import KVPressMethod
 from agentbench_kv.registry import distribution
-from agentbench_kv.results.store import METHOD_CODE
+from agentbench_kv.results.store import METHOD_CODE, RunReader
 from agentbench_kv.run.checkout import code_sha, commit_of
 
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "scipy", "kvpress")
 
 
-def environment() -> dict[str, Any]:
-    """Return versions, code and hardware of this process."""
+def environment(device: str = "auto") -> dict[str, Any]:
+    """Return versions, code and hardware of this process, of which an engine gets `device`."""
     package = Path(agentbench_kv.__file__).parent
     return {
         "kvbench": agentbench_kv.__version__,
@@ -32,9 +33,19 @@ def environment() -> dict[str, Any]:
         "code_sha": code_sha(package),
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in PACKAGES},
-        "hardware": hardware(),
+        "hardware": hardware(device),
         "kernels": kernels(),
     }
+
+
+def refuse_other_model(run: RunReader, sha: str) -> None:
+    """Refuse to go on with a run whose trials are another model's, of the same name or folder."""
+    known = run.info.provenance.get("model_sha") if run.finished_trials() else None
+    if known not in (None, sha):
+        raise UsageError(
+            f"the model {run.info.spec['model']} changed since run {run.info.run_id} began; "
+            "choose another --out"
+        )
 
 
 def method_code(method: Method) -> dict[str, Any]:
@@ -73,19 +84,30 @@ def _source(cls: type) -> str | None:
         return None
 
 
-def hardware() -> dict[str, Any]:
-    """Return processor, cores and accelerator, and the settings of waiting threads and of pages."""
+def hardware(device: str = "auto") -> dict[str, Any]:
+    """Return processor, cores and accelerator, and the settings of waiting threads and of pages.
+
+    Of several accelerators it is the one that `device` names, else the first.
+    """
     import torch
 
-    gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
     return {
         "machine": platform.machine(),
         "cpu": _cpu_name(),
         "cores": os.cpu_count(),
         "torch_threads": torch.get_num_threads(),
-        "gpu": gpu,
+        "gpu": _gpu_name(device),
         "settings": process_env.in_force(os.environ),
     }
+
+
+def _gpu_name(device: str) -> str | None:
+    import torch
+
+    named = device.partition(":")[2]
+    number = int(named) if named.isdecimal() else 0
+    known = torch.cuda.is_available() and number < torch.cuda.device_count()
+    return torch.cuda.get_device_name(number) if known else None
 
 
 def kernels() -> str:

@@ -33,7 +33,7 @@ from agentbench_kv.run.calibration import calibration_used, identified
 from agentbench_kv.run.engines import EngineShelf, check_pair
 from agentbench_kv.run.foresight import check_foresight
 from agentbench_kv.run.memories import attach_memory, check_memory, open_banks, server_settings
-from agentbench_kv.run.provenance import environment, method_code
+from agentbench_kv.run.provenance import environment, method_code, refuse_other_model
 from agentbench_kv.run.spec import RunSpec
 from agentbench_kv.run.trained import check_trained, refuse_trained_on
 from agentbench_kv.run.trial import TrialSetup, checkpoint_name, play_trial, sample_key, session_id
@@ -141,7 +141,7 @@ def run_one(
         samples = task.samples(spec.limit, spec.seed)
         refuse_trained_on(spec.model, spec.task, samples)
         trials = [(sample, trial) for trial in range(spec.trials) for sample in samples]
-        made = environment() | method_code(spec.built_method)
+        made = environment(spec.device) | method_code(spec.built_method)
         store, keys = RunStore(out), [(sample.id, trial) for sample, trial in trials]
         whole = store.whole(spec.id, spec.document(), made, keys)
         if whole is not None:
@@ -249,11 +249,7 @@ def _scripts(spec: RunSpec, task: Task, samples: Sequence[Sample]) -> ScriptSour
 def _note_provenance(run: RunDir, setup: TrialSetup) -> None:
     """Record what only the running engine knows; refuse to mix two models in one run."""
     info = setup.engine.info
-    if run.goes_on and run.info.provenance.get("model_sha") not in (None, info.model_sha):
-        raise UsageError(
-            f"the model {setup.spec.model} changed since run {run.info.run_id} began; "
-            "choose another --out"
-        )
+    refuse_other_model(run, info.model_sha)
     run.annotate(
         {
             "engine": info.name,

@@ -32,6 +32,10 @@ from agentbench_kv.serving_bench.roofline import (
 _WIDTHS = {"fp8": "float8", "int8": "int8", "q8": "int8", "int4": "int4", "q4": "int4"}
 _MEAN = "mean_concurrent_decodes"
 _ASSUMED = "sessions in a step: the mean of requests that decode at once"
+_OF_TRIALS = (
+    "sessions in a step: trials that decoded, over the whole time, in which prompts were read and "
+    "tools ran, too; there were more while any did, so that its share of the limit is too low"
+)
 _AT_LEAST = (
     "sessions in a step: those that decoded, over the whole time of an older measurement; there "
     "were more while any did, so that its share of the limit is too low"
@@ -108,8 +112,8 @@ def _run(run: RunReader) -> Achieved:
         return statistics.fmean(values, tokens)
 
     concurrency = min(int(info.spec.get("concurrency") or 1), len(records))
-    busy = sum(record.timing.e2e_s or 0.0 for record in records)
-    reached = min(concurrency, max(1.0, busy / info.wall_s)) if info.wall_s else concurrency
+    decoding_s = sum(_steps(record) * (record.timing.tpot_ms or 0.0) / 1e3 for record in records)
+    reached = min(concurrency, max(1.0, decoding_s / info.wall_s)) if info.wall_s else 1.0
     return Achieved(
         name=f"{info.spec.get('method')} {info.spec.get('budget') or ''}".strip(),
         sessions=reached,
@@ -121,14 +125,19 @@ def _run(run: RunReader) -> Achieved:
         read=_read(records),
         model=str(info.spec.get("model")),
         hardware=info.provenance.get("hardware") or {},
-        assumed="sessions in a step: the mean of trials at once" * (concurrency > 1),
+        assumed=_OF_TRIALS * (concurrency > 1),
     )
 
 
 def _read(records: Sequence[TrialRecord]) -> float | None:
     """Return bytes that a decode step read; the first token of an answer comes from its prefill."""
-    steps = sum(record.kv.decode_tokens - record.usage.requests for record in records)
+    steps = sum(map(_steps, records))
     return sum(record.kv.bytes_read for record in records) / steps if steps > 0 else None
+
+
+def _steps(record: TrialRecord) -> int:
+    """Return the tokens of a trial that a decode step made."""
+    return record.kv.decode_tokens - record.usage.requests
 
 
 def _mean_seen(record: TrialRecord) -> float:

@@ -83,7 +83,7 @@ def measure_serving(run: ServingRun, path: Path, told: Told) -> ServingSummary:
     A KVBenchError if a server does not start or cannot be reached, a session is longer than its
     context, or another command is measuring into the folder.
     """
-    here = environment()
+    here = environment(run.plan.device or "auto")
     folder = ServingFolder.create(path, run.plan, here)
     with held(path):
         _measure_missing(run, folder, here, told)
@@ -236,9 +236,11 @@ def _measure(
     vocabulary = server.vocabulary or run.vocabulary
     if vocabulary is None:
         raise UsageError("--url needs --tokenizer FOLDER or --vocab SIZE, to draw token ids from")
-    seed = _seed(plan.seed, order.repetition, workload.label, load.label, *order.fresh)
+    drawn = (plan.seed, order.repetition, workload.label, load.label)
+    seeds = _seed(*drawn, *order.fresh), _seed(*drawn)  # arrivals need not be new
     job = jobs.LoadJob(
-        target, sessions, load, vocabulary, seed, run.timeout_s, plan.time_scale, plan.goodput
+        *(target, sessions, load, vocabulary, *seeds),
+        *(run.timeout_s, plan.time_scale, plan.goodput),
     )
     begun = folder.begin((arm.name, workload.label, load.label, order.repetition))
     with PoolWatch(server.engine) as pool:
@@ -279,8 +281,7 @@ def _quality(run: ServingRun, server: RunningServer) -> Quality:
     if server.shortened is not None:
         recordings = server.shortened[: len(recordings)]
     try:
-        about = (server.protect, run.plan.tool_syntax, server.closing)
-        found = exact_calls(engine, recordings, *about)
+        found = exact_calls(engine, recordings, run.plan.tool_syntax, server.closing)
     except (KVBenchError, OSError, httpx.HTTPError) as error:
         said = " ".join(str(error).split()) or type(error).__name__
         return Quality(reason=said, failed=not isinstance(error, UsageError))
@@ -290,6 +291,7 @@ def _quality(run: ServingRun, server: RunningServer) -> Quality:
         calls_right=found.right,
         calls=found.asked,
         parts=dict(found.parts),
+        behind=dict(found.behind),
         events=found.events,
         seconds=found.seconds,
     )

@@ -64,6 +64,7 @@ class TimedTurn(msgspec.Struct):
     arrivals: int = 0
     part: int = 0  # counts the fresh calls of its session so far
     cached_tokens: int | None = None  # of the prompt, where the server says so
+    late_s: float = 0.0  # sent after the trace's own time, as the answer before came too late
 
     @property
     def tpot_s(self) -> float:

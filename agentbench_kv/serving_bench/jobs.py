@@ -237,7 +237,8 @@ class LoadJob(msgspec.Struct, frozen=True):
     sessions: list[TraceSession]  # `load.sessions` of them
     load: Load
     vocabulary: Vocabulary
-    seed: int = 0  # of prompts and arrivals; the same seed sends the same to every server
+    seed: int = 0  # of prompts; the same seed sends the same to every server
+    arrivals: int = 0  # seed of when sessions begin, where `load.rate` says how many do
     timeout_s: float = 1800.0  # longest wait for one answer, whole
     time_scale: float = 1.0  # gaps and the trace's clock are as many times as long
     goodput: dict[str, float] = {}  # ms that a good request stays within: ttft, tpot, e2el

@@ -130,7 +130,7 @@ async def play(job: LoadJob, warmed: Warmed = lambda: None) -> PlayedJob:
             if load.rate is None:
                 turns = await _closed(paced, load.sessions, load.at_once)
             else:
-                turns = await _open(paced, poisson(load.rate, load.sessions, job.seed), began)
+                turns = await _open(paced, poisson(load.rate, load.sessions, job.arrivals), began)
     for turn in turns:
         turn.start -= began
     errors = [turn.error for turn in first if turn.error]
@@ -224,8 +224,8 @@ class Player:
         try:
             await self._call(self._endpoint.opening(name))
             for number, (call, prompt) in enumerate(planned):
-                if number:
-                    await asyncio.sleep(max(due(call) - time.perf_counter(), 0.0))
+                when = due(call) if number else time.perf_counter()
+                await asyncio.sleep(max(when - time.perf_counter(), 0.0))
                 if call.fresh:
                     await self._call(self._endpoint.closing(f"{name}{_part(part)}"))
                     part, log, held = part + 1, [], 0
@@ -236,6 +236,8 @@ class Player:
                 new = len(prompt)
                 added = new - call.again
                 turn = TimedTurn(index, number, 0.0, added, held + new, part=part)
+                if self._job.load.fixed_schedule and call.at_s is not None:
+                    turn.late_s = max(time.perf_counter() - when, 0.0)
                 last = number + 1 == len(planned)
                 turns.append(await self._ask(turn, f"{name}{_part(part)}", log, call, last))
                 if turns[-1].error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import secrets
 from collections.abc import Callable, Iterable, Mapping
 from itertools import product
@@ -39,6 +40,7 @@ _RATES = {
 }
 _ROUNDING = 1e-6
 _NEEDED = ("failed", SPEED)
+_OF_SERVER = ("environment", "model_sha", "attention", "device")  # the same for all arms
 _COUNTS = TypeAdapter(dict[str, int])
 Parsed = TypeVar("Parsed")
 Key = tuple[str, str, str, int]  # a measurement's arm, shape, load and repetition
@@ -135,6 +137,12 @@ class ServingPlan(BaseModel, frozen=True):
     def model_name(self) -> str:
         return self.model.rstrip("/").rsplit("/", 1)[-1]
 
+    @property
+    def open_at_most(self) -> int | None:
+        """Sessions that a load can have open; None: as many as it asks for."""
+        known = [self.sessions, self.trace.sessions if self.trace else None]
+        return min((each for each in known if each is not None), default=None)
+
 
 class Quality(BaseModel, frozen=True, extra="forbid"):
     """What an arm makes of a trace's recorded answers, played once more after a measurement."""
@@ -143,6 +151,7 @@ class Quality(BaseModel, frozen=True, extra="forbid"):
     calls: int = 0
     # Right and asked of each session with calls; older files have none.
     parts: dict[str, tuple[int, int]] = Field(default_factory=dict)
+    behind: dict[str, tuple[int, int]] | None = None  # of these, behind a session's first event
     events: int = 0  # evictions in those sessions
     seconds: float = 0.0  # that it took, beside the measured time
     reason: str = ""  # why it was not measured
@@ -152,7 +161,14 @@ class Quality(BaseModel, frozen=True, extra="forbid"):
     def _adds_up(self) -> Self:
         pairs = [(self.calls_right, self.calls), *self.parts.values()]
         sums = tuple(sum(column) for column in zip(*self.parts.values(), strict=True))
-        if not all(0 <= right <= asked for right, asked in pairs) or sums not in ((), pairs[0]):
+        behind = self.behind or {}
+        # A session's calls in front of its first event are calls, too.
+        before = [
+            tuple(own - late for own, late in zip(self.parts.get(name, (0, 0)), pair, strict=True))
+            for name, pair in behind.items()
+        ]
+        parts = [*pairs, *behind.values(), *before]
+        if not all(0 <= right <= asked for right, asked in parts) or sums not in ((), pairs[0]):
             raise ValueError(f"{self.calls_right} right calls of {self.calls} do not add up")
         return self
 
@@ -191,8 +207,11 @@ class LoadMeasurement(BaseModel, frozen=True, extra="forbid"):
 
     @property
     def origin(self) -> str:
-        """Where it was measured, in words and a digest: the machine, versions, code."""
-        known = {**self.provenance, "environment": self.server.get("environment")}
+        """Where it was measured, in words and a digest: the machine, versions, code, weights."""
+        # llama.cpp's version is in its set-up, which arms have in common there.
+        engine = self.server.get("version") or self.server.get("setup")
+        own = {name: self.server.get(name) for name in _OF_SERVER} | {"engine": engine}
+        known = {**self.provenance, **{name: value for name, value in own.items() if value}}
         machine = known.get("hardware") or {}
         commit = known.get("git_commit")
         if code := known.get("code_sha"):
@@ -201,7 +220,7 @@ class LoadMeasurement(BaseModel, frozen=True, extra="forbid"):
         words = (
             machine.get("gpu") or machine.get("cpu") or "a machine unknown",
             f"kvbench {known.get('kvbench') or 'unknown'}{state}",
-            *([str(settings)] if (settings := known["environment"]) else []),
+            *(str(own[name]) for name in ("engine", "environment") if own[name]),
         )
         digest = hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode()).hexdigest()
         return f"{', '.join(words)} ({digest[:6]})"
@@ -243,10 +262,20 @@ def _rates(figures: Mapping[str, float]) -> dict[str, float]:
     }
 
 
-def _is_whole(figures: Mapping[str, float]) -> bool:
-    """Whether the good requests that a file tells of by their rate can be counted."""
-    good = figures.get(GOODPUT, 0.0) * figures.get("duration", 0.0)
-    return abs(good - round(good)) < _ROUNDING * max(1.0, good)
+def _contradiction(measured: LoadMeasurement) -> str:
+    """Say which figures of a measurement cannot go together; "" if they can."""
+    figures = measured.figures
+    seconds, completed = figures.get("duration", 0.0), figures.get("completed", 0)
+    good = figures.get(GOODPUT, 0.0) * seconds
+    if abs(good - round(good)) > _ROUNDING * max(1.0, good):
+        return f"{GOODPUT} and duration make no whole number of requests"
+    busy = figures.get("mean_e2el_ms", 0.0) / 1e3 * completed  # seconds, of all requests
+    told = figures.get("concurrency", busy / seconds if seconds > 0 else 0.0) * seconds
+    if abs(told - busy) > _ROUNDING * busy:
+        return "completed, mean_e2el_ms, concurrency and duration do not go together"
+    if busy > (measured.max_concurrency or math.inf) * seconds * (1 + _ROUNDING):
+        return f"duration is too short for {completed:,} requests of that mean_e2el_ms"
+    return ""
 
 
 def read_per_token(measured: LoadMeasurement) -> float | None:
@@ -351,10 +380,9 @@ class ServingFolder:
         needed = (*_NEEDED, *[GOODPUT] * bool(self.plan.goodput))
         if lacking := [name for name in needed if name not in found.figures]:
             raise UsageError(f"{path} has no {', '.join(lacking)}; remove it and measure it again")
-        if not _is_whole(found.figures):
+        if reason := _contradiction(found):
             raise UsageError(
-                f"{path}: {GOODPUT} and duration make no whole number of requests, so one of them "
-                "was changed; remove it and measure it again"
+                f"{path}: {reason}, so one of them was changed; remove it and measure it again"
             )
         if found.provenance:
             return found

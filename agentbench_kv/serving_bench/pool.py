@@ -8,7 +8,6 @@ from types import TracebackType
 from typing import Self
 
 from agentbench_kv.engines.base import Engine
-from agentbench_kv.engines.serving.engine import ServingEngine
 from agentbench_kv.errors import KVBenchError
 
 _EVERY_S = 0.25
@@ -59,7 +58,7 @@ class PoolWatch:
         self.restarts = self._restarts() - self._before
 
     def _restarts(self) -> int:
-        return self._engine.restarts if isinstance(self._engine, ServingEngine) else 0
+        return 0 if self._engine is None else self._engine.restarts
 
     def _watch(self) -> None:
         while not self._over.wait(self._every_s):

@@ -38,7 +38,6 @@ class RunningServer:
     context: int | None = None  # last position + 1 a session may reach, as far as it is known
     about: dict[str, Any] = field(default_factory=dict)  # what the engine says of itself
     engine: Engine | None = None  # None of a server by URL
-    protect: str = ""  # the method's
     closing: str = ""  # how the method reads closing markers
     # What it is sent of a trace of messages, where its method drops some.
     shortened: tuple[Recording, ...] | None = None
@@ -106,7 +105,7 @@ def serve_arm(plan: ServingPlan, arm: ServingArm, at_once: int) -> Iterator[Runn
         about |= {"max_live_tokens": room} if room is not None else {}
         target = jobs.Target(server.url.removesuffix("/v1"), "gateway", info.model, arm.drops)
         about |= info.details
-        own = (engine, method.protect, method.closing_markers)
+        own = (engine, method.closing_markers)
         yield RunningServer(target, vocabulary, info.context_limit, about, *own)
 
 

@@ -5,11 +5,12 @@ Figures are medians over repetitions, ratios are paired by repetition.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from itertools import product
+from math import inf
 from statistics import median as middle
 from typing import Any
 
@@ -32,7 +33,7 @@ STANDARD = ("full", "full-constrained")  # arms of every plan that does not leav
 BASES = (*STANDARD, "full@prefix")  # arms that the others are compared with
 _KV = (
     "median_peak_bytes", "median_peak_live", "median_logical", "mean_decode_kv", "events",
-    "prefill_tokens", "recomputed",
+    "prefill_tokens", "recomputed", "sessions", "compressed_sessions",
 )  # fmt: skip
 _SCHEDULE, _RATE = "schedule", "/s"  # in a load's label
 _ALIKE = 16  # tokens that a chat format and chance make the same in a prompt, a cache's page apart
@@ -76,7 +77,9 @@ class BestLoad(BaseModel, frozen=True):
     repetitions: int
     speed: Median
     goodput: Median | None = None
-    ratios: dict[str, Median]
+    ratios: dict[str, Median]  # of what is best, over another arm's at its own best load; by arm
+    origins: list[str] = []
+    apart_h: float = 0.0
     again: int = 0  # repetitions that were begun more than once
     end: str = ""  # of the arm's loads, if it is at one: `lowest`, `highest` or `only one`
 
@@ -99,15 +102,18 @@ def summarize_serving(
     for each in measured:
         groups[each.shape, each.load, each.arm].append(each)
     quality = _qualities(measured)
+    sent = Counter(each.arm for each in measured)
     cells, best = [], []
     for shape in plan.shapes:
         made = []
         for load, arm in product(plan.loads, plan.arms):
             if runs := groups.get((shape, load, arm.name)):
                 bases = {base: groups.get((shape, load, base), []) for base in BASES}
-                made.append(_arm_figures(arm, runs, bases, quality.get(arm.name)))
+                found = _arm_figures(arm, runs, bases, quality.get(arm.name))
+                known = _maybe_known(arm, runs, sent[arm.name])
+                made.append(found.model_copy(update={"reasons": [*found.reasons, *known]}))
         cells += made
-        best += _best(made, groups, GOODPUT if plan.goodput else SPEED)
+        best += _best(made, groups, GOODPUT if plan.goodput else SPEED, plan.open_at_most)
     return ServingSummary(plan=plan, cells=cells, best=best, missing=list(missing))
 
 
@@ -168,16 +174,22 @@ def _bytes(runs: Sequence[LoadMeasurement]) -> dict[str, float]:
 
 
 def _ratios(
-    arm: str, runs: Sequence[LoadMeasurement], bases: Mapping[str, Sequence[LoadMeasurement]]
+    arm: str,
+    runs: Sequence[LoadMeasurement],
+    bases: Mapping[str, Sequence[LoadMeasurement]],
+    by: str = SPEED,
 ) -> dict[str, Median]:
-    """Pair the repetitions, measured in one place, in which no request of either side failed."""
+    """Pair the repetitions, measured in one place, in which neither side was disturbed.
+
+    None to a base that has nothing of it in one of them.
+    """
     found = {}
-    own = _speeds(runs)
+    own = _undisturbed(runs, by)
     for base, others in bases.items():
-        theirs = _speeds(others)
-        pairs = [speed / theirs[at] for at, speed in own.items() if at in theirs]
-        if pairs and base != arm:
-            found[base] = median(pairs)
+        theirs = _undisturbed(others, by)
+        pairs = [(value, theirs[at]) for at, value in own.items() if at in theirs]
+        if pairs and base != arm and all(other for _, other in pairs):
+            found[base] = median([value / other for value, other in pairs])
     return found
 
 
@@ -206,11 +218,14 @@ def _place(run: LoadMeasurement) -> tuple[int, str]:
     return run.repetition, run.origin
 
 
-def _speeds(runs: Sequence[LoadMeasurement]) -> dict[tuple[int, str], float]:
-    return {_place(run): run.figures[SPEED] for run in runs if not run.failed}
+def _undisturbed(runs: Sequence[LoadMeasurement], by: str) -> dict[tuple[int, str], float]:
+    """Return a figure of those repetitions that nothing speaks against by itself."""
+    return {_place(run): run.figures[by] for run in runs if not _disturbances([run])}
 
 
-def _best(cells: Sequence[ArmFigures], groups: Groups, by: str) -> list[BestLoad]:
+def _best(
+    cells: Sequence[ArmFigures], groups: Groups, by: str, open_at_most: int | None
+) -> list[BestLoad]:
     """Pick each arm's best load of one shape among those that may be ranked."""
     fastest: dict[str, ArmFigures] = {}
     for cell in cells:
@@ -229,9 +244,11 @@ def _best(cells: Sequence[ArmFigures], groups: Groups, by: str) -> list[BestLoad
             repetitions=cell.repetitions,
             speed=cell.figures[SPEED],
             goodput=cell.figures.get(GOODPUT),
-            ratios=_ratios(arm, runs[arm], bases) if _worth(cell, by)[0] else {},
+            ratios=_ratios(arm, runs[arm], bases, by) if _worth(cell, by)[0] else {},
+            origins=cell.origins,
+            apart_h=_apart_h(runs[arm], bases),
             again=cell.again,
-            end=_end(cell.load, [each.load for each in cells if each.arm == arm]),
+            end=_end(cell.load, [each.load for each in cells if each.arm == arm], open_at_most),
         )
         for arm, cell in fastest.items()
     ]
@@ -242,26 +259,34 @@ def _worth(cell: ArmFigures, by: str) -> tuple[float, float]:
     return cell.figures[by].point, cell.figures[SPEED].point
 
 
-def _end(load: str, tried: Sequence[str]) -> str:
+def _end(load: str, tried: Sequence[str], open_at_most: int | None) -> str:
     """Return at which end of an arm's loads a load is; empty if no other can be better."""
     if load == _SCHEDULE:
         return ""
     rate = load.endswith(_RATE)
-    sizes = sorted(
-        _size(each) for each in tried if each != _SCHEDULE and each.endswith(_RATE) == rate
-    )
-    if len(sizes) == 1:
+    alike = [each for each in tried if each != _SCHEDULE and each.endswith(_RATE) == rate]
+    own, *sizes = (size_of(each, open_at_most) for each in (load, *alike))
+    if len({*sizes}) == 1:
         return "only one"
-    if _size(load) == sizes[-1]:
+    if own == max(sizes):
         return "highest"
-    return "lowest" if _size(load) == sizes[0] and load != "c1" else ""
+    return "lowest" if own == min(sizes) and load != "c1" else ""
 
 
-def _size(load: str) -> float:
-    return float(load.removeprefix("c").removesuffix(_RATE))
+def size_of(load: str, open_at_most: int | None) -> float:
+    """Return a load's sessions a second, or those at once: no more than there are."""
+    if load.endswith(_RATE):
+        return float(load.removesuffix(_RATE))
+    return min(float(load.removeprefix("c")), open_at_most or inf)
 
 
 def _reasons(arm: ServingArm, runs: Sequence[LoadMeasurement]) -> list[str]:
+    unproved = _unproved(arm, runs)
+    return [*_disturbances(runs), *[unproved] * bool(unproved)]
+
+
+def _disturbances(runs: Sequence[LoadMeasurement]) -> list[str]:
+    """Say what speaks against some repetitions, whatever was asked for."""
     reasons = []
     if failed := sum(run.failed for run in runs):
         sent = failed + sum(int(run.figures.get("completed", 0)) for run in runs)
@@ -278,9 +303,20 @@ def _reasons(arm: ServingArm, runs: Sequence[LoadMeasurement]) -> list[str]:
             f"{known:.0%} of the prompt tokens were cached beyond what one measurement makes: the "
             "server knew its prompts; start it anew"
         )
-    if unproved := _unproved(arm, runs):
-        reasons.append(unproved)
     return reasons
+
+
+def _maybe_known(arm: ServingArm, runs: Sequence[LoadMeasurement], sent: int) -> list[str]:
+    """Say that nobody knows whether a server by URL had cached prompts that it got before."""
+    silent = any(
+        run.random_prompts is False and "prefix_hit_rate" not in run.figures for run in runs
+    )
+    if not arm.url or not silent or sent < 2:
+        return []
+    return [
+        f"recorded prompts were sent {sent} times, and the server does not say what it had cached "
+        "of them (vLLM does with --enable-prompt-tokens-details)"
+    ]
 
 
 def _known_before(run: LoadMeasurement) -> float:
@@ -304,19 +340,24 @@ def _unproved(arm: ServingArm, runs: Sequence[LoadMeasurement]) -> str | None:
         return None
     if len(accounts) < len(runs):
         return "no KV accounting: this endpoint does not prove that the budget was applied"
+    if refused := sum(account.get("refused", 0) for account in accounts):
+        return (
+            f"{refused} events had no room: what is always kept leaves none of the budget of "
+            f"{budget}; raise --budget or protect less"
+        )
     if not all(account.get("events") for account in accounts):
         return f"never triggered at budget {budget}{_cure(arm)}"
     over = max(account.get("max_over_budget") or 0 for account in accounts)
     if over > arm.interval:
         return (
             f"budget not applied: a session held {over} tokens above budget and longest prefill, "
-            f"more than the interval of {arm.interval}"
+            f"more than the interval of {arm.interval}{_cure(arm)}"
         )
     return None
 
 
 def _cure(arm: ServingArm) -> str:
-    """Say what makes a method fire whose answers here are shorter than its interval."""
+    """Say what makes a method fire that waits for generated tokens, of which there may be few."""
     if arm.settings.get("trigger") != "every":
         return ""
     return (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from math import inf
 from pathlib import Path
 
 from agentbench_kv.results.papers import PublishedFigure, figures
@@ -32,6 +33,7 @@ SIMULATED = (
 _PUBLISHED_RATIO = "best_output_tok_s_ratio_vs_full"
 _SPEED_COLUMN = Column("output tok/s", Unit.RATE)
 _EXACT = Column("exact calls %", Unit.SHARE)
+_BEHIND = Column("behind an event %", Unit.SHARE)
 # What agents notice comes first.
 _FIRST_COLUMNS = {
     "session_goodput": Column("good sessions/s", Unit.PER_SECOND),
@@ -43,6 +45,7 @@ _FIGURE_COLUMNS = {
     "median_ttft_first_ms": Column("TTFT turn 1 ms", Unit.MILLISECONDS),
     "median_ttft_ms": Column("TTFT ms", Unit.MILLISECONDS),
     "p99_ttft_ms": Column("TTFT p99", Unit.MILLISECONDS),
+    "p99_late_ms": Column("late p99", Unit.MILLISECONDS),
     "median_tpot_ms": Column("TPOT ms", Unit.MILLISECONDS),
     "p99_tpot_ms": Column("TPOT p99", Unit.MILLISECONDS),
     "median_e2el_ms": Column("E2E ms", Unit.MILLISECONDS),
@@ -100,6 +103,8 @@ def _loads_table(
     first, later = _known(_FIRST_COLUMNS, cells), _known(_FIGURE_COLUMNS, cells)
     titles = (Column("load"), Column("arm"), Column("repeats", Unit.NUMBER), *first.values())
     judged = [_EXACT] * any(cell.quality for cell in cells)
+    late = any(cell.quality and cell.quality.behind for cell in cells)
+    judged += [_BEHIND] * late
     columns = (*titles, _SPEED_COLUMN, *bases.values(), *judged, *later.values(), *of_kv.values())
     rows = []
     for cell in cells:
@@ -110,7 +115,7 @@ def _loads_table(
             *(_median_cell(cell.figures.get(name)) for name in first),
             _median_cell(cell.figures.get(SPEED)),
             *(_median_cell(cell.ratios.get(base)) for base in bases),
-            *[_exact_cell(cell)] * len(judged),
+            *[_exact_cell(cell), _behind_cell(cell)][: len(judged)],
             *(
                 Cell(figure.point) if (figure := cell.figures.get(name)) else Cell()
                 for name in later
@@ -129,6 +134,13 @@ def _exact_cell(cell: ArmFigures) -> Cell:
     if not found.parts:
         return Cell(found.exact)
     share = level(Scores.of_counts(found.parts))
+    return Cell(share.point, share.low, share.high)
+
+
+def _behind_cell(cell: ArmFigures) -> Cell:
+    if cell.quality is None or not cell.quality.behind:
+        return Cell()
+    share = level(Scores.of_counts(cell.quality.behind))
     return Cell(share.point, share.low, share.high)
 
 
@@ -162,12 +174,12 @@ def _best_table(
         good = [_median_cell(each.goodput)] * bool(plan.goodput)
         titles = (Cell(each.arm), Cell(each.load), Cell(each.repetitions), *good)
         rows.append(Row((*titles, _median_cell(each.speed), *ratios)))
-    if "full" in bases:
+    if "full" in bases and not plan.goodput:  # published ratios are of output
         for figure in _papers(plan, shape):
             place = f"{figure.cited}, {figure.setting.get('gpu')}"
             name = f"{figure.method} at {figure.budget}, {place}"
             ratios = (Cell(figure.value) if base == "full" else Cell() for base in bases)
-            empty = [Cell()] * (3 + bool(plan.goodput))
+            empty = [Cell()] * 3
             rows.append(Row((Cell(name), *empty, *ratios), published=True))
     columns = (
         *(Column("arm"), Column("load"), Column("repeats", Unit.NUMBER)),
@@ -176,11 +188,12 @@ def _best_table(
     )
     by = "good requests/s" if plan.goodput else "output tok/s"
     notes = [
-        f"best load: highest median {by} of those without a failed request; ratios, of output "
-        "tok/s, pair repetitions",
+        f"best load: highest median {by} of those without a failed request; ratios, of {by}, "
+        "pair repetitions",
         *_ends(best),
         *_few(best),
-        *_begun_again(best),
+        *pairing_notes(best),
+        *_setting_notes(plan),
         *missing,
         *[DUMMY] * (plan.weights == "dummy"),
     ]
@@ -219,11 +232,11 @@ def _notes(plan: ServingPlan, cells: Sequence[ArmFigures]) -> list[str]:
         "medians over repetitions with 95% intervals; ratios are paired by repetition",
         "TTFT, TPOT, E2E: median and p99 of requests; a request is one turn",
     ]
-    if plan.pool_mb is not None:
+    notes += _setting_notes(plan)
+    if plan.pool_mb is not None and plan.engine == "embedded":
         notes.append(
-            f"equal memory: every arm has {plan.pool_mb:g} MB for cached rows"
-            + "; sessions are admitted by their rows, and slots are powers of two, so that pool MB "
-            "may come to twice as much" * (plan.engine == "embedded")
+            "sessions are admitted by their rows, and slots are powers of two, so that pool MB may "
+            "come to twice as much"
         )
     if plan.goodput:
         kept = ", ".join(f"{name.upper()} {most:g} ms" for name, most in plan.goodput.items())
@@ -253,6 +266,7 @@ def _notes(plan: ServingPlan, cells: Sequence[ArmFigures]) -> list[str]:
             "computed again: rows that were lost, or read again; of a server as shipped these come "
             "on top of prefilled, else they are part of it"
         )
+    notes += _event_notes(cells)
     notes += runner_notes((cell.arm, cell.model_runner) for cell in cells)
     if dropping := [arm.name for arm in plan.arms if arm.drops]:
         notes.append(
@@ -271,7 +285,38 @@ def _notes(plan: ServingPlan, cells: Sequence[ArmFigures]) -> list[str]:
     return notes
 
 
-def pairing_notes(cells: Sequence[ArmFigures]) -> list[str]:
+def _setting_notes(plan: ServingPlan) -> list[str]:
+    """Say what changes every figure and stands in no row."""
+    notes = []
+    if plan.pool_mb is not None:
+        moving = [arm.name for arm in plan.arms if arm.settings.get("offload")]
+        more = f"; {', '.join(moving)} may move rows to the machine's own memory beside it"
+        notes.append(
+            f"equal memory: every arm has {plan.pool_mb:g} MB for cached rows{more * bool(moving)}"
+        )
+    if plan.engine_args:
+        given = " ".join(f"{name}={value}" for name, value in plan.engine_args.items())
+        notes.append(f"engine arguments of every arm: {given}")
+    if plan.together:
+        notes.append("all arms' servers were up at once, and one of them was measured at a time")
+    most = plan.open_at_most
+    above = [load for load in plan.loads if load.startswith("c") and int(load[1:]) > (most or inf)]
+    if above:
+        notes.append(f"{', '.join(above)}: there are {most} sessions, so no more were open at once")
+    return notes
+
+
+def _event_notes(cells: Sequence[ArmFigures]) -> list[str]:
+    """Name arms of which some sessions had no event, and were the full cache all along."""
+    some = [
+        f"{cell.arm} {cell.load} ({cell.kv['compressed_sessions']:g} of {cell.kv['sessions']:g})"
+        for cell in cells
+        if 0 < cell.kv.get("compressed_sessions", 0) < cell.kv.get("sessions", 0)
+    ]
+    return [f"sessions with an event, where not all had one: {', '.join(some)}"] * bool(some)
+
+
+def pairing_notes(cells: Sequence[ArmFigures | BestLoad]) -> list[str]:
     """Say that not all was measured in one place, and that pairs lie hours apart, if so."""
     notes = []
     origins = sorted({origin for cell in cells for origin in cell.origins})
@@ -318,8 +363,17 @@ def _missing(names: Sequence[str]) -> list[str]:
 
 def _few(known: Sequence[ArmFigures | BestLoad]) -> list[str]:
     fewest = min(each.repetitions for each in known)
-    said = f"fewest repetitions: {fewest}; fewer than {REPETITIONS} decide nothing"
-    return [said] * (fewest < REPETITIONS)
+    notes = [f"fewest repetitions: {fewest}; fewer than {REPETITIONS} decide nothing"]
+    notes = notes * (fewest < REPETITIONS)
+    lost = [
+        f"{each.arm} {each.load} {ratio.n} of {each.repetitions}"
+        for each in known
+        for ratio in [min(each.ratios.values(), key=lambda ratio: ratio.n, default=None)]
+        if ratio is not None and ratio.n < each.repetitions
+    ]
+    if lost:
+        notes.append(f"repetitions that could be paired, where not all could: {', '.join(lost)}")
+    return notes
 
 
 def _quality_notes(cells: Sequence[ArmFigures]) -> list[str]:
@@ -346,8 +400,9 @@ def _exact_note(found: Sequence[Quality]) -> list[str]:
     return [
         f"exact calls: of {of} those whose every token is the arm's own best (fidelity's "
         "calls_exact; full's share is calls_exact_full), with 95% intervals over sessions, where "
-        "there are enough; answers given, played once an arm after a measurement, in "
-        f"{seconds:.1f} s beside the measured time"
+        "there are enough; behind an event: of those in answers that began behind their session's "
+        "first, as others are the full cache's; answers given, played once an arm after a "
+        f"measurement, in {seconds:.1f} s beside the measured time"
     ]
 
 

@@ -174,6 +174,23 @@ def test_what_a_plan_says_of_a_baseline(kvbench, runs):
     assert "30% differ between the sides (as given); normal approximation" in given
 
 
+def test_a_plan_names_what_it_could_not_read(kvbench, runs, tmp_path):
+    copied = tmp_path / "copied"
+    shutil.copytree(runs, copied)
+    first, *others = sorted(path.parent for path in copied.rglob("run.json"))
+    (first / "run.json").write_text("{")
+    some = kvbench("compare", "--plan", str(copied), "--json")
+    assert some.returncode == 0
+    assert json.loads(some.stdout)["rows"]
+    assert str(first) in some.stderr
+    for other in others:
+        (other / "run.json").write_text("{")
+    none = kvbench("compare", "--plan", str(copied))
+    assert none.returncode == 2
+    assert none.stdout == ""
+    assert str(first) in none.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -13,10 +13,18 @@ from agentbench_kv.results.tables import floors
 from agentbench_kv.results.tables.floors import floor_note, floors_of
 
 
-def run(floor: str | None, *, task: str = "probe/bfcl", valid: bool = True, **more: Any) -> Any:
+def run(
+    floor: str | None,
+    *,
+    task: str = "probe/bfcl",
+    valid: bool = True,
+    sha: str = "a",
+    **more: Any,
+) -> Any:
     settings = more if floor is None else {"floor": floor, **more}
     setting = Setting(task, "m", "embedded")
-    return SimpleNamespace(spec={"task_params": settings}, setting=setting, valid=valid)
+    info = SimpleNamespace(provenance={"model_sha": sha})
+    return SimpleNamespace(spec={"task_params": settings}, setting=setting, valid=valid, info=info)
 
 
 def group(share: float, floor: str, method: str = "full") -> Any:
@@ -32,6 +40,7 @@ def test_floors_stand_under_what_differs_in_nothing_else(monkeypatch: pytest.Mon
         run("none", questions=4),
         run("none", task="probe/file", questions=8),
         run("removed", valid=False, questions=8),
+        run("removed", sha="b", questions=8),
         run("off", questions=8),
         run(None, questions=8),
         own,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from agentbench_kv.cli import kvbench
+from agentbench_kv.engines.embedded.model import LoadedModel, load_model
 from agentbench_kv.errors import UsageError
 from agentbench_kv.methods.base import Phase
 from agentbench_kv.phases.tokens import TokenCodec, load_tokenizer
@@ -229,6 +231,22 @@ def test_sessions_of_another_file_are_not_mixed_in(tmp_path: Path) -> None:
     ):
         with pytest.raises(UsageError, match="holds sessions of something else"):
             call(*command, written(name, *ids))
+
+
+@pytest.mark.parametrize("limit", ["2", "3"], ids=["whole", "lacks a session"])
+def test_sessions_under_other_weights_are_not_mixed_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    (before,) = played(tmp_path, "--method", "full")
+
+    def trained_on(*asked: str) -> LoadedModel:
+        return replace(load_model(*asked), sha="other")
+
+    monkeypatch.setattr(fidelity, "load_model", trained_on)
+    with pytest.raises(UsageError, match=r"the model micro changed since run .* began; choose"):
+        played(tmp_path, "--method", "full", "--limit", limit)
+    monkeypatch.undo()
+    assert played(tmp_path, "--method", "full") == [before]
 
 
 def test_every_token_can_be_kept_and_is_drawn(tmp_path: Path) -> None:

@@ -169,7 +169,7 @@ def test_asking_again_for_a_finished_run_leaves_its_record_alone(
     runner.run_one(one, tmp_path, quiet)
     record = tmp_path / one.id / "run.json"
     before = record.read_bytes()
-    monkeypatch.setattr(runner, "environment", lambda: {"packages": {"torch": "99"}})
+    monkeypatch.setattr(runner, "environment", lambda _: {"packages": {"torch": "99"}})
     told(scored)
     summary = runner.run_one(one, tmp_path, lambda _, *state: seen.append(state[:2]))
     assert (summary.validity.state, summary.notes, seen) == (RunState.VALID, [], [(4, 4)])
@@ -202,7 +202,7 @@ def test_an_engine_that_does_not_start_leaves_nothing_in_the_figures(
     assert played.resumes == []
     with monkeypatch.context() as patch:
         patch.setattr(start, breaks)
-        patch.setattr(runner, "environment", lambda: {"packages": {"torch": "99"}})
+        patch.setattr(runner, "environment", lambda _: {"packages": {"torch": "99"}})
         with pytest.raises(UsageError, match="no room"):
             runner.run_one(one, tmp_path, quiet)
     after = reader.info

@@ -345,7 +345,7 @@ def test_every_measurement_says_where_it_was_made(
 ) -> None:
     assert fake.jobs == []
     for commit in ("a", "b"):
-        monkeypatch.setattr(bench, "environment", lambda commit=commit: {"git_commit": commit})
+        monkeypatch.setattr(bench, "environment", lambda _, commit=commit: {"git_commit": commit})
         measure(make_run(repeats=1), tmp_path)
         for path in tmp_path.glob("rep01-full-1*.json"):
             if commit == "a":

@@ -68,7 +68,7 @@ def test_they_are_fidelitys(
     except PrerequisiteError as error:
         pytest.skip(str(error))
     try:
-        found = exact_calls(engine, recordings, method.protect)
+        found = exact_calls(engine, recordings)
     finally:
         engine.shutdown()
     own = by_fidelity[name]

@@ -184,13 +184,23 @@ def test_a_compressed_arm_must_show_its_budget(
 
 
 @pytest.mark.parametrize(("trigger", "cured"), [("every", True), ("prefill+every", False)])
-def test_an_arm_that_never_fired_says_what_would_make_it(trigger: str, cured: bool) -> None:
+@pytest.mark.parametrize(
+    ("kv", "said"),
+    [
+        ({"events": 0}, "never triggered at budget 4096"),
+        ({"max_over_budget": 129}, "budget not applied: a session held 129 tokens above"),
+    ],
+)
+def test_an_arm_that_did_not_fire_in_time_says_what_would_make_it(
+    trigger: str, cured: bool, kv: dict[str, int], said: str
+) -> None:
+    """Answers shorter than the interval: no event at all, or several prefills before the next."""
     settings = {"interval": 64, "trigger": trigger}
     arm = AGENTKV.model_copy(update={"settings": settings})
-    runs = [measurement("agentkv 4096", "c8", 0, 1.0, kv={**KV, "events": 0})]
+    runs = [measurement("agentkv 4096", "c8", 0, 1.0, kv=KV | kv)]
     (found,) = summarize_serving(plan(arms=[ARMS[0], arm]), runs).cells
     (reason,) = found.reasons
-    assert reason.startswith("never triggered at budget 4096")
+    assert reason.startswith(said)
     assert ("every 64th generated token" in reason) is cured
     assert ("--set trigger=prefill+every" in reason) is cured
 
@@ -257,6 +267,12 @@ def changed_file(folder: ServingFolder, **changes: Any) -> Path:
         ({"output_throughput": None}, "has no output_throughput"),
         ({"request_goodput": None}, "has no request_goodput"),
         ({"duration": 7.0}, "no whole number of requests"),
+        ({"duration": 4.0, "request_goodput": 3.0}, "concurrency and duration do not go together"),
+        ({"duration": 4.0, "request_goodput": 3.0, "concurrency": 12.0}, "duration is too short"),
+        (
+            {"duration": 4.0, "request_goodput": 3.0, "concurrency": None},
+            "duration is too short for 12 requests",
+        ),
         ({"repetition": 1}, r"is rep02-full-32k-1k-c8\.json by what it holds"),
         ({"arm": "agentkv 4096"}, "by what it holds"),
     ],
@@ -265,7 +281,11 @@ def test_a_file_that_was_changed_by_hand_is_refused(
     tmp_path: Path, changes: dict[str, Any], said: str
 ) -> None:
     folder = ServingFolder.create(tmp_path, plan(goodput={"ttft": 100.0}), {})
-    path = changed_file(folder, **{"duration": 8.0, "request_goodput": 1.5} | changes)
+    honest = {"duration": 8.0, "request_goodput": 1.5, "completed": 12}
+    honest |= {"mean_e2el_ms": 4e3, "concurrency": 6.0}
+    changed_file(folder, **honest)
+    folder.measurements()
+    path = changed_file(folder, **honest | changes)
     with pytest.raises(UsageError, match=said) as error:
         folder.measurements()
     assert str(path) in str(error.value)
@@ -329,6 +349,28 @@ def test_servers_with_other_threads_are_not_paired() -> None:
     assert "full" not in cell(found, "agentkv 4096", "c8").ratios
     (note,) = (n for n in summary_tables(found)[0].notes if n.startswith("measured with 2"))
     assert "kvbench unknown, VLLM_CPU_OMP_THREADS_BIND=0 (" in note
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "paired"),
+    [
+        ({"version": "0.32.0"}, {"version": "0.33.0"}, False),
+        ({"model_sha": "a"}, {"model_sha": "b"}, False),
+        ({"attention": "flash"}, {}, False),
+        ({"setup": "llama-cpp-python 0.3.36"}, {"setup": "llama-cpp-python 0.3.37"}, False),
+        ({"version": "0.32.0", "setup": "as shipped"}, {"version": "0.32.0", "setup": "x"}, True),
+        ({"model_runner": "V2", "flags": "--a"}, {"model_runner": "V1"}, True),
+    ],
+)
+def test_engines_of_two_versions_or_weights_are_not_paired(
+    one: dict[str, str], other: dict[str, str], paired: bool
+) -> None:
+    """An engine was brought up to date between two arms; flags may differ by arm."""
+    runs = [
+        each.model_copy(update={"server": one if each.arm == "full" else other})
+        for each in measured()
+    ]
+    assert ("full" in cell(summary(runs), "agentkv 4096", "c8").ratios) is paired
 
 
 @pytest.mark.parametrize(("hour", "told"), [("00:50", ""), ("05:15", "up to 5.2 h apart")])

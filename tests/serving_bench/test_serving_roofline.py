@@ -371,7 +371,7 @@ def test_requests_that_wait_are_in_no_step_of_an_older_measurement(tmp_path: Pat
     )  # fmt: skip
     folder = ServingFolder.create(tmp_path / "load", plan, {})
     figures = {
-        **PLAIN, "median_tpot_ms": 10.0, "concurrency": 8.0, "completed": 8, "duration": 8.0,
+        **PLAIN, "median_tpot_ms": 10.0, "concurrency": 4.5, "completed": 8, "duration": 8.0,
         "mean_e2el_ms": 4500.0, "mean_ttft_ms": 2500.0, "max_concurrent_decodes": 4,
     }  # fmt: skip
     folder.add(

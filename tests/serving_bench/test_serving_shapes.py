@@ -70,12 +70,13 @@ def test_a_prompt_without_room_for_a_result_is_refused(tmp_path: Path) -> None:
 def test_every_cell_comes_once_before_any_comes_twice(tmp_path: Path) -> None:
     places = [(tmp_path / "a", "m", 1024)]
     plan = list(shapes.cells(places, ("embedded", "vllm"), 2, budgets=(256,)))
-    assert len(plan) == 2 * 2 * 6
-    assert [cell.repetition for cell in plan] == [0] * 12 + [1] * 12
+    assert len(plan) == 2 * 2 * 7
+    assert [cell.repetition for cell in plan] == [0] * 14 + [1] * 14
     assert len({cell.folder for cell in plan}) == len(plan)
-    first, second = ([c.arm.name for c in plan[at : at + 6]] for at in (0, 12))
+    first, second = ([c.arm.name for c in plan[at : at + 7]] for at in (0, 14))
     assert first == [
         *("full", "full@prefix", "full kv=int8", "clear-tools 512", "agentkv 256", "snapkv 256"),
+        "agentkv@system,prefix=shared 256",
     ]
     assert second == [*first[1:], first[0]]
     some = shapes.cells(places, ("vllm",), 1, ["agentkv", "full kv=fp8"], (256, 512))

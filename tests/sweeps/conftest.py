@@ -70,7 +70,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervise, "POLL_S", 0.05)
     monkeypatch.setattr(executors, "PATIENCE_S", 60.0)
     found = runner.environment()
-    monkeypatch.setattr(runner, "environment", lambda: found)
+    monkeypatch.setattr(runner, "environment", lambda _: found)
 
 
 @pytest.fixture

@@ -89,6 +89,16 @@ class BlockEngine(Engine):
     def _with_figures(self, stats: KVStats, figures: dict[str, int]) -> KVStats:
         return replace(stats, budget=self._method.budget_at(stats.logical), figures=figures)
 
+    @property
+    def restarts(self) -> int:
+        return self.below.restarts
+
+    def pool_peak(self) -> int | None:
+        return self.below.pool_peak()
+
+    def drop_prefixes(self) -> None:
+        self.below.drop_prefixes()
+
     def progress(self) -> int | None:
         return self.below.progress()
 

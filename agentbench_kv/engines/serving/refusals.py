@@ -17,7 +17,10 @@ from agentbench_kv.methods.full import Full
 
 # Options of vLLM and of SGLang that change what a model's config says.
 _OVERRIDES = ("hf-overrides", "json-model-override-args")
-_PARALLEL = {"dp": "data", "pp": "pipeline", "tp": "tensor"}
+_PARALLEL = {
+    "dp": "data", "pp": "pipeline", "tp": "tensor",
+    "dcp": "decode context", "pcp": "prefill context",
+}  # fmt: skip
 _KV_DTYPE = "kv-cache-dtype"
 _WIDE = ("auto", "bf16", "bfloat16", "float16", "float32")  # dtypes of caches that methods score
 
@@ -163,7 +166,7 @@ def check_folder(
 def refuse_arguments(engine: str, options: EngineOptions, parallel: Sequence[str]) -> None:
     """Refuse an engine's own arguments with which eviction would be wrong; `full` takes any.
 
-    `parallel` are the kinds, of `dp`, `pp` and `tp`, for which its plug-in does not work.
+    `parallel` are the kinds, such as `dp`, for which its plug-in does not work.
     """
     if options.method.name == "full":
         return
@@ -182,7 +185,7 @@ def refuse_arguments(engine: str, options: EngineOptions, parallel: Sequence[str
 
 
 def _names(kind: str) -> tuple[str, ...]:
-    return kind, f"{kind}-size", f"{_PARALLEL[kind]}-parallel-size"
+    return kind, f"{kind}-size", f"{_PARALLEL[kind].replace(' ', '-')}-parallel-size"
 
 
 def read_asked(options: EngineOptions) -> tuple[Path, ModelFacts]:

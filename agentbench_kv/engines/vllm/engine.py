@@ -377,7 +377,7 @@ class VllmEngine(ServingEngine):
         shown_gpus(options)
         refuse_shortened(options, _CONTEXT, _BYTES, *_OFFLOAD)
         check_context(options, _CONTEXT)
-        refuse_arguments("vllm", options, ("dp", "pp"))
+        refuse_arguments("vllm", options, ("dp", "pp", "dcp", "pcp"))
         cls.check_kv_dtype(options)
         refuse_quantised(options)
         refuse_offload("vLLM", _OFFLOAD, options, gpu)

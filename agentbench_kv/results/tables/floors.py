@@ -30,11 +30,9 @@ def floor_of(run: Run) -> str:
 
 def floors_of(runs: Sequence[Run], others: Iterable[Run]) -> list[tuple[str, RunGroup]]:
     """Return the names and groups of those valid runs that are floors of some runs."""
-    about = [(run.setting, _but_floor(run)) for run in runs if floor_of(run) == OFF]
+    about = [_but_floor(run) for run in runs if floor_of(run) == OFF]
     chosen = [
-        run
-        for run in others
-        if run.valid and floor_of(run) != OFF and (run.setting, _but_floor(run)) in about
+        run for run in others if run.valid and floor_of(run) != OFF and _but_floor(run) in about
     ]
     return [(f"{group.method}, {floor_name(group.first)}", group) for group in grouped(chosen)]
 
@@ -81,5 +79,8 @@ def _settings(run: Run) -> Mapping[str, Any]:
     return settings if isinstance(settings, Mapping) else {}
 
 
-def _but_floor(run: Run) -> dict[str, Any]:
-    return {name: value for name, value in _settings(run).items() if name not in _TAKEN}
+def _but_floor(run: Run) -> tuple[object, ...]:
+    """Return what a run and its floors share; of two models of one name, the weights tell."""
+    weights = run.info.provenance.get("model_sha")
+    rest = {name: value for name, value in _settings(run).items() if name not in _TAKEN}
+    return run.setting, weights, rest

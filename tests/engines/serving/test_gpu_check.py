@@ -50,27 +50,53 @@ def test_sound_kernels_pass() -> None:
     assert len(outcome.said) == 1 + 2 * 15
 
 
+def garbled(words: Any) -> None:
+    """Leave the first channel of the keys right, and no other."""
+    keys, _ = words[0]
+    for layer in keys.layers:
+        layer[..., 1:] = layer[..., 1:].roll(1, -1)
+
+
+def torn(words: Any) -> None:
+    """Put other rows' values beside the keys."""
+    _, values = words[0]
+    for layer in values.layers:
+        layer.copy_(layer.roll(1, 2))
+
+
 @pytest.mark.parametrize(
-    ("operation", "spoilt"),
+    ("operation", "spoil"),
     [
-        ("select_top", lambda found: found.roll(1, -1)),
-        ("attention_mass", lambda found: found * 1.001),
-        ("compact_paged", lambda found: found + 1),
-        ("aabb_score", lambda found: found + 0.1),
+        ("select_top", lambda found, _: found.roll(1, -1)),
+        ("attention_mass", lambda found, _: found * 1.001),
+        ("compact_paged", lambda found, _: found + 1),
+        ("compact_paged", lambda found, words: (garbled(words), found)[1]),
+        ("compact_paged", lambda found, words: (torn(words), found)[1]),
+        ("rope_rotate", lambda _, words: words[0].layers[1].mul_(1.02)),
+        ("rope_rotate", lambda _, words: words[0].layers[0].copy_(words[0].layers[0].roll(1, -1))),
+        ("ring_write", lambda _, words: words[0].copy_(words[0].roll(1, 0))),
+        ("similarity_column_mean", lambda found, _: found * 1.001),
+        ("aabb", lambda found, _: (found[0], *(each * 1.001 for each in found[1:]))),
+        ("aabb_score", lambda found, _: found + 0.1),
     ],
 )
 def test_a_wrong_kernel_is_named(
-    operation: str, spoilt: Any, compiled: Any, monkeypatch: pytest.MonkeyPatch
+    operation: str, spoil: Any, compiled: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sound = getattr(compiled, operation)
     wrong = SimpleNamespace(**{name: getattr(compiled, name) for name in dir(compiled)
                                if not name.startswith("__")})  # fmt: skip
-    setattr(wrong, operation, lambda *words, **named: spoilt(sound(*words, **named)))
+
+    def called(*words: Any, **named: Any) -> Any:
+        return spoil(sound(*words, **named), words)
+
+    setattr(wrong, operation, called)
     monkeypatch.setattr(gpu_check, "active_backend", lambda _device: wrong)
     outcome = check_kernels("cpu")
     assert outcome.passed is False
-    assert outcome.said[0].startswith("FAILED")
-    assert operation.partition("_paged")[0] in outcome.said[0]
+    failed = [line for line in outcome.said if line.startswith("FAILED")]
+    assert failed
+    assert all(operation.partition("_paged")[0] in line for line in failed)
 
 
 @pytest.mark.parametrize(
@@ -165,6 +191,24 @@ def test_every_command_is_one_of_ours(tmp_path: Path) -> None:
     assert checked == 1 + 3 * len(gpu_check.ENGINES)
 
 
+@pytest.mark.parametrize(
+    ("memory", "share", "together"), [(80e9, "0.3", True), (48e9, "0.9", False), (24e9, "", False)]
+)
+def test_throughput_asks_for_no_more_than_the_gpu_has(
+    tmp_path: Path, memory: float, share: str, together: bool
+) -> None:
+    found = {each.name: each.run for each in stages(["vllm"], tmp_path, int(memory))}
+    run = found["vllm: throughput"]
+    if not share:
+        outcome = run(1)
+        assert (outcome.passed, "24 GB" in outcome.said[0]) == (None, True)
+        assert "vllm: share of the roofline" not in found
+        return
+    words = run.args[1]  # type: ignore[attr-defined]
+    assert f"gpu-memory-utilization={share}" in words
+    assert ("--together" in words) is together
+
+
 @pytest.mark.parametrize("engine", gpu_check.ENGINES)
 def test_correctness_has_the_time_it_takes_and_leaves_some(engine: str, tmp_path: Path) -> None:
     needed = {each.name: each.limit_s for each in stages([engine], tmp_path) if each.needed}
@@ -222,7 +266,9 @@ def test_one_serving_engine_is_checked_unless_others_are_named(
     monkeypatch.setattr(dispatch, "use_backend", lambda _name: None)
     monkeypatch.setattr(gpu_check, "installed", lambda: there)
     monkeypatch.setattr(gpu_check, "hardware", dict)
-    monkeypatch.setattr(gpu_check, "stages", lambda engines, _out: asked.append(engines))
+    gpu = SimpleNamespace(total_memory=80e9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _number: gpu)
+    monkeypatch.setattr(gpu_check, "stages", lambda engines, *_: asked.append(engines))
     monkeypatch.setattr(gpu_check, "play", lambda _todo, seconds, _say: asked.append(seconds) or [])
     words = [word for name in named for word in ("--engine", name)]
     code = gpu_check.main(["--out", str(tmp_path / "out"), *words])

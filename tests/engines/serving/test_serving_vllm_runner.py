@@ -91,6 +91,8 @@ def test_both_backends_of_a_gpu_go_through_ours(backend: str, plugin: Any) -> No
         ("data_parallel_size", 2, "data"),
         ("data_parallel_index", 1, "data"),  # all that vLLM leaves a dense model's second rank
         ("pipeline_parallel_size", 2, "pipeline"),
+        ("decode_context_parallel_size", 2, "decode context"),
+        ("prefill_context_parallel_size", 2, "prefill context"),
     ],
 )
 def test_parallel_workers_are_refused(

@@ -7,6 +7,7 @@ import socket
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -15,6 +16,7 @@ import pytest
 from agentbench_kv.engines.base import EngineOptions
 from agentbench_kv.engines.core.ledger import WindowBytes
 from agentbench_kv.engines.core.policy import VARIABLE, method_from
+from agentbench_kv.engines.embedded.model import model_path
 from agentbench_kv.engines.llamacpp.engine import LlamaCppWire
 from agentbench_kv.engines.serving.engine import ServingEngine
 from agentbench_kv.engines.serving.model_facts import ModelFacts, read_model
@@ -25,6 +27,8 @@ from agentbench_kv.engines.vllm.engine import VllmEngine, VllmEngineWire, tokens
 from agentbench_kv.environments import process_env
 from agentbench_kv.errors import PrerequisiteError, UsageError
 from agentbench_kv.registry import make_method
+from agentbench_kv.serving_bench.measurements import ServingArm
+from agentbench_kv.serving_bench.servers import pool_tokens
 
 FACTS = ModelFacts("qwen3", 2, 4, 2, 32, 4096, (1,))
 OPTIONS = EngineOptions("micro", make_method("full-constrained", None))
@@ -214,6 +218,43 @@ def test_rows_of_one_byte_take_one(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     words = wire.launch().command
     wire.close()
     assert value_of(words, "kv-cache-memory-bytes") == 48_000 * LARGE.pool_bytes("fp8")
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+@pytest.mark.parametrize(
+    ("wire_class", "kv_dtype", "per_token"),
+    [
+        (VllmEngineWire, "", "float32"),
+        (VllmEngineWire, "fp8", "fp8"),
+        (SglangEngineWire, "", "float32"),
+        (SglangEngineWire, "fp8_e4m3", "fp8_e4m3"),
+    ],
+)
+def test_a_pool_of_some_bytes_has_them_on_each_command_line(
+    wire_class: Callable[..., EngineWire], kv_dtype: str, per_token: str, gpu: bool, tmp_path: Path
+) -> None:
+    """Equal memory is equal bytes, whatever a row takes; vLLM adds its placeholder block."""
+    facts, asked = read_model(model_path("micro")), 40e6
+    method = make_method("full", None)
+    plan: Any = SimpleNamespace(model="micro", dtype="float32", pool_mb=asked / 1e6)
+    arm = ServingArm(name="full", method="full", kv_dtype=kv_dtype)
+    room = pool_tokens(plan, arm, per_query_head=False)
+    options = replace(
+        OPTIONS, method=method, kv_dtype=kv_dtype, max_live_tokens=room,
+        device="cuda" if gpu else "cpu",
+    )  # fmt: skip
+    wire = wire_class(options, facts, Path("python"), tmp_path, tmp_path, gpu, True)
+    words = wire.launch().command
+    wire.close()
+    block = 1
+    if wire_class is VllmEngineWire:
+        block = value_of(words, "block-size")
+        tokens = (value_of(words, "num-gpu-blocks-override") - 1) * block
+    else:
+        tokens = value_of(words, "max-total-tokens")
+    held = tokens * facts.pool_bytes(per_token)
+    assert asked - facts.pool_bytes(per_token) < held < asked + block * facts.pool_bytes(per_token)
+    assert facts.pool_bytes("float32") == (4 if kv_dtype else 1) * facts.pool_bytes(per_token)
 
 
 def test_what_a_cpu_gets_is_said_unless_it_was_asked_for(

@@ -61,6 +61,7 @@ class Runner:
             parallel_config=SimpleNamespace(
                 tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size=1,
                 data_parallel_index=0, decode_context_parallel_size=1,
+                prefill_context_parallel_size=1,
             ),
             speculative_config=None, kv_transfer_config=None,
             cache_config=SimpleNamespace(enable_prefix_caching=False),

@@ -166,7 +166,8 @@ def refuse_wrong_results(config: Any, kv_cache_config: Any, method: Method) -> N
         "attention other than over all tokens or a window of them": "" in kinds,
         "positions=cache beside windows": method.positions == "cache" and "window" in kinds,
         "a shared prefix beside windows": method.prefix == "shared" and "window" in kinds,
-        "context parallelism": parallel.decode_context_parallel_size > 1,
+        "decode context parallelism": parallel.decode_context_parallel_size > 1,
+        "prefill context parallelism": parallel.prefill_context_parallel_size > 1,
         # Of a dense model every rank believes itself alone, and knows its number only.
         "data parallelism": parallel.data_parallel_size > 1 or parallel.data_parallel_index > 0,
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
