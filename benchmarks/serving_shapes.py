@@ -2,6 +2,7 @@
 
     python benchmarks/serving_shapes.py run --model FOLDER --prompt 8k --repeats 9 --out runs/shapes
     python benchmarks/serving_shapes.py table runs/shapes
+    python benchmarks/serving_shapes.py pack runs/shapes RECORDS.jsonl.xz   # for `table`, too
 
 `run` writes a trace of agent sessions (`serving_shapes_trace.py`) for each model and prompt, and
 measures each cell (an engine with an arm) by `kvbench bench serving --trace` in a process of its
@@ -25,9 +26,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import Any
 
+from serving_shapes_records import pack, unpack
 from serving_shapes_table import CELL, HARDWARE, TRACE, shapes_tables
 from serving_shapes_trace import TraceShape, write_trace
 
@@ -324,11 +327,19 @@ def _measure_machine(path: Path, dtype: str, environment: dict[str, str]) -> Non
 
 
 def table(args: argparse.Namespace) -> None:
-    """Print the tables of what was measured."""
-    tables = shapes_tables(args.out)
+    """Print the tables of what was measured, of a folder or of its records in a file."""
+    with TemporaryDirectory() as folder:
+        if args.out.is_file():
+            unpack(args.out, Path(folder))
+        tables = shapes_tables(Path(folder) if args.out.is_file() else args.out)
     if not tables:
         raise UsageError(f"{args.out} holds no measured cell; start with the command `run`")
     print(FORMATS[args.format][1](tables), end="")
+
+
+def keep(args: argparse.Namespace) -> None:
+    """Put a folder's records into a file."""
+    print(f"{args.file}: {pack(args.out, args.file)} documents")
 
 
 def tokens(text: str) -> int:
@@ -376,8 +387,12 @@ def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
     go.add_argument("--out", type=Path, required=True)
     show = verbs.add_parser("table", help="show what was measured")
     show.set_defaults(act=table)
-    show.add_argument("out", type=Path)
+    show.add_argument("out", type=Path, help="folder, or records in a file")
     show.add_argument("--format", choices=FORMATS, default="markdown")
+    away = verbs.add_parser("pack", help="put what was measured into one file")
+    away.set_defaults(act=keep)
+    away.add_argument("out", type=Path)
+    away.add_argument("file", type=Path)
     found = parser.parse_args(words)
     if found.act is run:
         found.engine = found.engine or list(ENGINES)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from agentbench_kv.engines.embedded.model import model_path
-from agentbench_kv.errors import UsageError
+from agentbench_kv.errors import KVBenchError, UsageError
 from agentbench_kv.results.stats import REPETITIONS, median
 from agentbench_kv.results.tables.model import Cell, Column, Kind, Row, Table, Unit, slug
 from agentbench_kv.serving_bench.achieved import read_achieved
@@ -69,7 +69,7 @@ class Engine:
 
 def shapes_tables(out: Path) -> list[Table]:
     """Return a table for each model and prompt below a folder, of what is measured so far."""
-    places = sorted(path.parent for path in out.glob(f"*/{TRACE}"))
+    places = sorted({path.parents[3] for path in out.glob(f"*/*/rep*/*/{CELL}")})
     return [table for place in places if (table := _table(place)) is not None]
 
 
@@ -169,7 +169,11 @@ def _share(folder: ServingFolder, machine: Path) -> float | None:
         return None
     (found,) = read_achieved(str(folder.path), folder.path)
     kinds = found.kinds()
-    work = found.work(read_decoder(model_path(found.model)), **kinds)
+    try:
+        model = model_path(found.model)
+    except KVBenchError:  # records that were kept have no model beside them
+        return None
+    work = found.work(read_decoder(model), **kinds)
     limits = read_hardware(machine)
     known = kinds["dtype"] in limits.products
     measured_in = kinds["dtype"] if known else next(iter(limits.products))

@@ -127,20 +127,17 @@ def _measure_missing(
                         told(measured, False)
                     if asked:
                         judged.add(arm.name)
-                        _judge(run, server, folder, known, arm.name, repetition)
+                        key = (arm.name, run.workloads[0].label, run.loads[0].label, repetition)
+                        folder.add(_judged(run, server, known[key], here))
 
 
-def _judge(
-    run: ServingRun,
-    server: RunningServer,
-    folder: ServingFolder,
-    known: Mapping[Key, LoadMeasurement],
-    arm: str,
-    repetition: int,
-) -> None:
-    """Note an arm's exact calls in the file of one of its measurements, all of which are kept."""
-    key = (arm, run.workloads[0].label, run.loads[0].label, repetition)
-    folder.add(known[key].model_copy(update={"quality": _quality(run, server)}))
+def _judged(
+    run: ServingRun, server: RunningServer, measured: LoadMeasurement, here: Mapping[str, Any]
+) -> LoadMeasurement:
+    """Return one of an arm's measurements with its exact calls, which may be counted later."""
+    now = measured.model_copy(update={"server": server.about, "provenance": here})
+    quality = _quality(run, server).model_copy(update={"origin": now.origin})
+    return measured.model_copy(update={"quality": quality})
 
 
 class MeasurementOrder(NamedTuple):

@@ -156,6 +156,7 @@ class Quality(BaseModel, frozen=True, extra="forbid"):
     seconds: float = 0.0  # that it took, beside the measured time
     reason: str = ""  # why it was not measured
     failed: bool = False  # for a reason that may pass: it is tried again
+    origin: str = ""  # as a measurement's; it may be counted later than that
 
     @model_validator(mode="after")
     def _adds_up(self) -> Self:

@@ -282,7 +282,7 @@ def size_of(load: str, open_at_most: int | None) -> float:
 
 def _reasons(arm: ServingArm, runs: Sequence[LoadMeasurement]) -> list[str]:
     unproved = _unproved(arm, runs)
-    return [*_disturbances(runs), *[unproved] * bool(unproved)]
+    return [*_disturbances(runs), *([unproved] if unproved else [])]
 
 
 def _disturbances(runs: Sequence[LoadMeasurement]) -> list[str]:

@@ -386,8 +386,18 @@ def _quality_notes(cells: Sequence[ArmFigures]) -> list[str]:
     for arm, quality in found.items():
         if quality.reason:
             reasons.setdefault(quality.reason, []).append(arm)
+    later = {
+        cell.arm
+        for cell in cells
+        if (own := cell.quality) and own.origin not in ("", *cell.origins)
+    }
     return [
         *said,
+        *[
+            f"exact calls of {', '.join(sorted(later))}: counted on another machine, or with other "
+            "versions or code, than the speed"
+        ]
+        * bool(later),
         *(f"exact calls of {', '.join(arms)}: not measured: {r}" for r, arms in reasons.items()),
     ]
 

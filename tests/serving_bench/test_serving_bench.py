@@ -314,6 +314,24 @@ def test_what_servers_by_url_may_know_is_never_sent_again(fake: Fake, tmp_path: 
     assert len(set().union(*seeds)) == 12
 
 
+def test_by_url_the_arms_of_a_repetition_that_is_gone_on_with_have_the_same_arrivals(
+    fake: Fake, tmp_path: Path
+) -> None:
+    """Of prompts that are drawn anew; another schedule was another load, and was paired."""
+    run = make_run(arms=[ServingArm(name="a", url="http://a")], engine="url", repeats=1)
+    jobs = []
+    for _ in range(2):
+        measure(run, tmp_path)
+        jobs.append([job for _, job in fake.jobs])
+        fake.jobs.clear()
+        for path in tmp_path.glob("rep*.json"):
+            path.unlink()
+    first, again = jobs
+    assert [job.arrivals for job in first] == [job.arrivals for job in again]
+    assert len({job.arrivals for job in first}) == len(first)
+    assert not {job.seed for job in first} & {job.seed for job in again}
+
+
 def test_an_older_count_of_repetitions_goes_on(fake: Fake, tmp_path: Path) -> None:
     run = make_run(arms=[ServingArm(name="a", url="http://a")], engine="url", repeats=1)
     measure(run, tmp_path)

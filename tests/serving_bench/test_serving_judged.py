@@ -31,11 +31,18 @@ from agentbench_kv.serving_bench.jobs import (
     Workload,
 )
 from agentbench_kv.serving_bench.loadgen import JobResult
-from agentbench_kv.serving_bench.measurements import Quality, ServingArm, ServingFolder, ServingPlan
+from agentbench_kv.serving_bench.measurements import (
+    Quality,
+    ServingArm,
+    ServingFolder,
+    ServingPlan,
+    TraceFigures,
+)
 from agentbench_kv.serving_bench.servers import RunningServer
+from agentbench_kv.serving_bench.tables import summary_tables
 
 RECORDED = (Recording("s", None, ()),)
-FOUND = ExactCalls(3, 4, 0, 0.1, {"s": (3, 4)})
+FOUND = ExactCalls(3, 4, 1, 0.1, {"s": (3, 4)}, {"s": (1, 2)})
 ABLE: Any = SimpleNamespace(info=SimpleNamespace(capabilities={Capability.FORCE}))
 
 
@@ -154,6 +161,25 @@ def test_what_cannot_pass_is_not_tried_again(
     assert len(started) == 2
 
 
+def test_calls_that_are_counted_after_an_update_are_told_of(
+    started: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The damage of the new code stood beside the speed of the old, as if of one."""
+    figures = {"sessions": 4, "calls": 4, "prompt_tokens": 9, "output_tokens": 9, "prefix_hits": 0}
+    trace = TraceFigures(form="messages", sha256="0", **figures)  # type: ignore[arg-type]
+    run = make_run("full")
+    run = replace(run, plan=run.plan.model_copy(update={"trace": trace}))
+    said = []
+    for code, found in (("a" * 16, KVBenchError("later")), ("b" * 16, FOUND)):
+        monkeypatch.setattr(bench, "environment", lambda _, code=code: {"code_sha": code})
+        judging(monkeypatch, found)
+        summary = measure_serving(run, tmp_path, quietly)
+        notes = [note for table in summary_tables(summary) for note in table.notes]
+        said.append(sum("counted on another machine" in note for note in notes))
+    assert said == [0, 1]
+    assert len(started) == 3
+
+
 def test_an_interrupt_while_an_arm_is_judged_keeps_what_was_measured(
     started: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,6 +214,9 @@ def test_arms_of_other_calls_are_not_set_side_by_side(
         {"calls_right": -1, "calls": 4},
         {"calls_right": 1, "calls": 4, "parts": {"a": (2, 4)}},
         {"calls_right": 3, "calls": 4, "parts": {"a": (3, 2), "b": (0, 2)}},
+        {"calls_right": 3, "calls": 4, "parts": {"a": (3, 4)}, "behind": {"a": (2, 1)}},
+        {"calls_right": 3, "calls": 4, "parts": {"a": (3, 4)}, "behind": {"a": (1, 3)}},
+        {"calls_right": 3, "calls": 4, "parts": {"a": (3, 4)}, "behind": {"b": (0, 1)}},
     ],
 )
 def test_counts_that_cannot_be_are_refused(said: dict[str, Any]) -> None:

@@ -169,6 +169,18 @@ def test_goodput_is_what_keeps_to_every_target() -> None:
     assert "request_goodput" not in figures(made(), 4.0)
 
 
+def test_a_request_that_was_sent_late_has_less_time_left() -> None:
+    """A slow server got its next request when it was ready, and every one of them was good."""
+    turns = made()
+    assert "p99_late_ms" not in figures(turns, 4.0)
+    turns[1].late_s = 2.0  # its TTFT is 250 ms
+    found = figures(turns, 4.0, {"ttft": 1000})
+    assert found["request_goodput"] * 4 == pytest.approx(3)
+    assert found["mean_late_ms"] == pytest.approx(500)
+    assert figures(turns, 4.0, {"ttft": 2251})["request_goodput"] == pytest.approx(1)
+    assert figures(turns, 4.0, {"tpot": 1000})["request_goodput"] == pytest.approx(1)
+
+
 def test_prefix_hits_are_those_that_the_server_reports() -> None:
     turns = made()
     assert "prefix_hit_rate" not in figures(turns, 4.0)

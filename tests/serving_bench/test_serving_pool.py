@@ -12,6 +12,7 @@ import pytest
 from agentbench_kv.conformance.driver import TraceRecorder, in_memory_engine, plain_phases
 from agentbench_kv.conformance.reference import tiny_model
 from agentbench_kv.engines.base import EngineOptions, Sampling
+from agentbench_kv.engines.core.block_engine import BlockEngine
 from agentbench_kv.engines.embedded.engine import EmbeddedEngine
 from agentbench_kv.engines.embedded.slots import SMALLEST
 from agentbench_kv.engines.serving.engine import ServingEngine
@@ -30,7 +31,7 @@ def engine_that_says(answers: list[Any]) -> Any:
             raise answer
         return answer
 
-    return SimpleNamespace(pool_peak=peak, drop_prefixes=lambda: None)
+    return SimpleNamespace(pool_peak=peak, drop_prefixes=lambda: None, restarts=0)
 
 
 def waited(until: Callable[[], bool]) -> None:
@@ -75,27 +76,36 @@ def test_a_cache_that_was_not_emptied_is_told() -> None:
     def keep() -> None:
         raise KVBenchError("it kept\nits cache")
 
-    engine = SimpleNamespace(pool_peak=lambda: None, drop_prefixes=keep)
+    engine = SimpleNamespace(pool_peak=lambda: None, drop_prefixes=keep, restarts=0)
     with PoolWatch(engine, every_s=60) as watch:  # type: ignore[arg-type]
         watch.begin()
     assert (watch.kept, watch.restarts) == ("it kept its cache", 0)
 
 
-def test_restarts_since_the_warm_up_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine: Any = ServingEngine.__new__(ServingEngine)
-    engine._backend = SimpleNamespace(restarts=1)  # in the warm-up
-    monkeypatch.setattr(ServingEngine, "pool_peak", lambda _: None)
-    monkeypatch.setattr(ServingEngine, "drop_prefixes", lambda _: None)
+@pytest.mark.parametrize("managed", [False, True], ids=["an engine", "below a method of spans"])
+def test_what_an_engine_says_since_the_warm_up_is_counted(
+    monkeypatch: pytest.MonkeyPatch, managed: bool
+) -> None:
+    """EVOKE's engine is around another, whose restarts, pool and prefixes nobody asked for."""
+    below: Any = ServingEngine.__new__(ServingEngine)
+    below._backend = SimpleNamespace(restarts=1)  # in the warm-up
+    dropped: list[Any] = []
+    monkeypatch.setattr(ServingEngine, "pool_peak", lambda _: 70)
+    monkeypatch.setattr(ServingEngine, "drop_prefixes", lambda own: dropped.append(own))
+    engine = below
+    if managed:
+        engine = BlockEngine.__new__(BlockEngine)
+        engine.below = below
     with PoolWatch(engine, every_s=60) as watch:
         watch.begin()
-        engine._backend.restarts = 3
-    assert watch.restarts == 2
+        below._backend.restarts = 3
+    assert (watch.restarts, watch.peak, dropped) == (2, 70, [below])
 
 
 def test_prefixes_of_measurements_before_are_dropped_first() -> None:
     kept = [1]
-    engine = SimpleNamespace(pool_peak=lambda: 10 * len(kept), drop_prefixes=kept.clear)
-    with PoolWatch(engine, every_s=60) as watch:  # type: ignore[arg-type]
+    own: Any = {"pool_peak": lambda: 10 * len(kept), "drop_prefixes": kept.clear, "restarts": 0}
+    with PoolWatch(SimpleNamespace(**own), every_s=60) as watch:  # type: ignore[arg-type]
         watch.begin()
     assert watch.peak is None
 

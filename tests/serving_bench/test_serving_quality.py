@@ -10,6 +10,7 @@ import pytest
 from agentbench_kv.budget import Budget
 from agentbench_kv.engines.base import EngineOptions
 from agentbench_kv.errors import KVBenchError, PrerequisiteError
+from agentbench_kv.methods.spans import Source, TurnNotes
 from agentbench_kv.registry import make_method
 from agentbench_kv.results.store import RunStore
 from agentbench_kv.run.engines import start_engine
@@ -75,15 +76,71 @@ def test_they_are_fidelitys(
     assert (found.right, found.asked) == (own["calls_exact_right"], own["calls_exact_asked"])
     assert found.asked > 0
     assert found.events == own["events"]
+    assert {name for name, (right, asked) in found.behind.items() if asked} <= found.parts.keys()
     if name == "full":
+        assert found.behind == {}
         assert found.right == by_fidelity["agentkv"]["calls_exact_full_right"]
     else:
         assert found.events > 0
+        assert sum(asked for _, asked in found.behind.values()) > 0
 
 
 def test_damage_is_seen(by_fidelity: dict[str, dict[str, float]]) -> None:
     """Random rows of a small part of a session cost calls, or the figure shows nothing."""
     assert by_fidelity["random"]["calls_exact_right"] < by_fidelity["full"]["calls_exact_right"]
+
+
+@pytest.mark.parametrize(("budget", "late"), [("96", True), ("4000", False)])
+def test_calls_in_front_of_an_event_are_not_behind_one(
+    budget: str, late: bool, recordings: list[Recording]
+) -> None:
+    """They are the full cache's, whatever the method does later."""
+    method = make_method("random", Budget.parse(budget), {"interval": "16"})
+    engine = start_engine("embedded", EngineOptions("micro", method, device="cpu"))
+    events: dict[str, int] = {}
+    asked = {False: 0, True: 0}
+    force = engine.force
+
+    def counted(session: str, tokens: Any, **words: Any) -> Any:
+        events[session] = len(engine.stats(session).events)
+        asked[events[session] > 0] += 1
+        return force(session, tokens, **words)
+
+    engine.force = counted  # type: ignore[method-assign]
+    try:
+        found = exact_calls(engine, recordings)
+    finally:
+        engine.shutdown()
+    assert (asked[True] > 0) is late
+    assert asked[False] > 0
+    behind = sum(each for _, each in found.behind.values())
+    assert 0 < behind < found.asked if late else behind == 0
+
+
+def test_a_method_of_spans_is_told_who_wrote_what(
+    recordings: list[Recording], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replay that called a session one document never brought anything back for EVOKE."""
+    method = make_method("evoke", Budget.parse("600"))
+    engine = start_engine("embedded", EngineOptions("micro", method, device="cpu"))
+    told: list[TurnNotes] = []
+    note = engine.note
+
+    def noted(session: str, tokens: Any, notes: TurnNotes) -> None:
+        assert sum(size for size, _ in notes.parts) == len(tokens)
+        told.append(notes)
+        note(session, tokens, notes)
+
+    monkeypatch.setattr(engine, "note", noted)
+    try:
+        exact_calls(engine, recordings[:1])
+    finally:
+        engine.shutdown()
+    first, *later = told
+    assert {source for _, source in first.parts} >= {Source.DOCUMENT, Source.USER}
+    assert later
+    assert first.system > 0
+    assert not any(each.system for each in later)
 
 
 def test_an_engine_that_predicts_nothing_gives_no_figure(recordings: list[Recording]) -> None:

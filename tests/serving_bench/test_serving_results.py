@@ -171,6 +171,7 @@ def test_a_cell_with_failures_is_not_ranked_and_never_the_best() -> None:
         ({**KV, "events": 0}, "never triggered at budget 4096"),
         ({**KV, "max_over_budget": 129}, "held 129 tokens above budget"),
         ({**KV, "session_resets": 3}, "3 session resets"),
+        ({**KV, "refused": 2}, "2 events had no room: what is always kept leaves none"),
         ({**KV, "max_over_budget": 128}, None),
         ({**KV, "max_over_budget": None}, None),
     ],
@@ -456,7 +457,33 @@ def test_loads_without_a_good_request_are_ordered_by_output_and_compared_with_no
     assert found["agentkv 4096"].ratios == {}
     runs[1] = good("full", "c16", 180.0, 0.05)
     (best,) = [each for each in summary(runs, goodput={"ttft": 100.0}).best if each.arm != "full"]
-    assert best.ratios["full"].point == pytest.approx(200 / 180)
+    assert best.ratios["full"].point == pytest.approx(0.1 / 0.05)
+
+
+def test_with_targets_the_best_loads_are_compared_by_good_requests() -> None:
+    """Output counts requests that missed the target, at a load that the base was not given."""
+    runs = [
+        *(good("full", "c8", 100.0, 0.50), good("full", "c16", 300.0, 0.45)),
+        *(good("agentkv 4096", "c8", 105.0, 0.50), good("agentkv 4096", "c16", 310.0, 0.52)),
+    ]
+    found = summary(runs, goodput={"ttft": 100.0})
+    best = {each.arm: each for each in found.best}
+    assert (best["full"].load, best["agentkv 4096"].load) == ("c8", "c16")
+    assert best["agentkv 4096"].ratios["full"].point == pytest.approx(0.52 / 0.50)
+    assert cell(found, "agentkv 4096", "c16").ratios["full"].point == pytest.approx(310 / 300)
+    table = summary_tables(found)[1]
+    assert "ratios, of good requests/s, pair repetitions" in table.notes[0]
+    assert not [row for row in table.rows if row.published]  # those are of output
+
+
+def test_no_ratio_is_taken_to_a_base_without_a_good_request_in_a_pair() -> None:
+    runs = [
+        measurement(arm, "c8", n, 100.0, figures={"request_goodput": value})
+        for arm, values in (("full", [0.5, 0.0, 0.5]), ("agentkv 4096", [0.6, 0.6, 0.6]))
+        for n, value in enumerate(values)
+    ]
+    best = {each.arm: each for each in summary(runs, goodput={"ttft": 100.0}).best}
+    assert best["agentkv 4096"].ratios == {}
 
 
 def test_the_table_that_ranks_says_how_few_repetitions_there_were() -> None:
@@ -469,8 +496,99 @@ def test_the_table_that_ranks_says_how_few_repetitions_there_were() -> None:
 def test_slots_of_the_embedded_engine_may_take_more_than_the_pool() -> None:
     for engine, held in (("embedded", True), ("vllm", False)):
         notes = tables(engine=engine, pool_mb=10.0)[0].notes
-        (note,) = [each for each in notes if each.startswith("equal memory: every arm has 10 MB")]
-        assert ("twice" in note) is held
+        assert "equal memory: every arm has 10 MB for cached rows" in notes
+        assert any("twice" in note for note in notes) is held
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_what_changes_every_figure_and_stands_in_no_row_is_told(number: int) -> None:
+    plain = tables()[number].notes
+    moving = ServingArm(name="full@offload", method="full@offload", settings={"offload": 16})
+    told = {
+        "engine arguments of every arm: max-num-seqs=4 a=": {
+            "engine_args": {"max-num-seqs": "4", "a": ""}
+        },
+        "all arms' servers were up at once, and one of them was measured at a time": {
+            "together": True
+        },
+        "equal memory: every arm has 9 MB for cached rows; full@offload may move rows to the "
+        "machine's own memory beside it": {"pool_mb": 9.0, "arms": [*ARMS, moving]},
+        "c16: there are 9 sessions, so no more were open at once": {"sessions": 9},
+    }
+    for note, change in told.items():
+        assert note not in plain
+        assert note in tables(**change)[number].notes
+
+
+def test_a_load_of_more_sessions_than_there_are_is_no_larger_one() -> None:
+    """Of four equal loads, one is the best by chance, and seemed to lie between the others."""
+    runs = [measurement("full", load, 0, speed) for load, speed in (("c8", 90.0), ("c16", 99.0))]
+    runs += [measurement("full", "c32", 0, 95.0)]
+    loads = ["c8", "c16", "c32"]
+    (best,) = summary(runs, loads=loads).best
+    assert (best.load, best.end) == ("c16", "")
+    (best,) = summary(runs, loads=loads, sessions=12).best
+    assert (best.load, best.end) == ("c16", "highest")
+    (best,) = summary(runs, loads=loads, sessions=8).best
+    assert (best.load, best.end) == ("c16", "only one")
+
+
+def test_disturbed_repetitions_are_in_no_ratio_and_the_pairs_that_are_left_are_counted() -> None:
+    """The base was started anew twice, and the method was ten times as fast."""
+    restarts = [0, 1, 1]
+    runs = [
+        measurement("full", "c8", n, speed, restarts=restarts[n])
+        for n, speed in enumerate([100.0, 10.0, 10.0])
+    ]
+    runs += [measurement("agentkv 4096", "c8", n, 100.0) for n in range(3)]
+    found = summary(runs)
+    ratio = cell(found, "agentkv 4096", "c8").ratios["full"]
+    assert (ratio.n, ratio.point) == (1, 1.0)
+    said = "repetitions that could be paired, where not all could: agentkv 4096 c8 1 of 3"
+    assert said in summary_tables(found)[0].notes
+    assert not any("could be paired" in note for note in summary_tables(summary())[0].notes)
+
+
+def test_the_table_that_ranks_tells_of_pairs_that_lie_hours_and_machines_apart() -> None:
+    late = "2026-11-21T05:15:00+00:00"
+    runs = [
+        each.model_copy(update={"date": late} if each.arm == "full" else {}) for each in measured()
+    ]
+    assert any("5.2 h apart" in note for note in summary_tables(summary(runs))[1].notes)
+    other = summary(measured_at(HERE, HERE | {"kernels": 2}))
+    assert any(n.startswith("measured with 2 machines") for n in summary_tables(other)[1].notes)
+
+
+@pytest.mark.parametrize(
+    ("drawn", "hits", "loads", "held"),
+    [
+        (False, {}, ["c8", "c16"], True),
+        (False, {}, ["c8"], False),  # nobody else's business
+        (True, {}, ["c8", "c16"], False),
+        (False, {"prefix_hit_rate": 0.4, "prefix_hit_bound": 0.5}, ["c8", "c16"], False),
+    ],
+)
+def test_a_server_by_url_that_may_know_recorded_prompts_is_not_ranked(
+    drawn: bool, hits: dict[str, float], loads: list[str], held: bool
+) -> None:
+    """Seventeen of eighteen measurements were warm where the server did not say what it had."""
+    server = ServingArm(name="server", method="server", url="http://a:1")
+    runs = [measurement("server", c, 0, 1.0, figures=hits, random_prompts=drawn) for c in loads]
+    cells = summary(runs, arms=[server], weights="unknown").cells
+    said = ["recorded prompts were sent 2 times" in "; ".join(each.reasons) for each in cells]
+    assert said == [held] * len(loads)
+    started = server.model_copy(update={"url": None})
+    assert not any(each.reasons for each in summary(runs, arms=[started]).cells)
+
+
+def test_sessions_without_an_event_are_counted_beside_those_with_one() -> None:
+    some = KV | {"sessions": 20, "compressed_sessions": 1}
+    (loads, *_) = summary_tables(summary([measurement("agentkv 4096", "c8", 0, 1.0, kv=some)]))
+    said = "sessions with an event, where not all had one: agentkv 4096 c8 (1 of 20)"
+    assert said in loads.notes
+    every = KV | {"sessions": 20, "compressed_sessions": 20}
+    (loads, *_) = summary_tables(summary([measurement("agentkv 4096", "c8", 0, 1.0, kv=every)]))
+    assert not any("with an event" in note for note in loads.notes)
 
 
 def test_by_url_tables_name_the_servers_own_model() -> None:

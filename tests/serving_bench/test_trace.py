@@ -375,6 +375,19 @@ def test_nothing_is_sent_before_its_time(play: Any, fake_server: Any, make_job: 
     assert four.start < three.end + 0.2
 
 
+def test_a_call_that_the_answer_before_holds_up_is_late(
+    play: Any, fake_server: Any, make_job: Any
+) -> None:
+    calls = [TraceCall(5, 3), TraceCall(2, 3, at_s=10.0)]
+    sessions = [TraceSession("a", calls, start_s=10.0)]
+    job = make_job(sessions=sessions, load=Load(1, warmup=0))
+    one, two = play(fake_server("gateway"), job).turns
+    assert one.late_s == 0
+    assert two.late_s >= one.end > 0  # it was due as the session began
+    closed = make_job(sessions=sessions, load=Load(1, concurrency=1, warmup=0))
+    assert not any(turn.late_s for turn in play(fake_server("gateway"), closed).turns)
+
+
 @pytest.mark.parametrize("kind", ["gateway", "vllm", "sglang"])
 def test_a_fresh_call_is_another_session_of_the_server(
     play: Any, fake_server: Any, make_job: Any, kind: str

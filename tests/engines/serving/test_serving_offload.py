@@ -1,7 +1,7 @@
 """`full@offload`: command lines that would be started, and where it is refused.
 
-No GPU is here, so that none of them was: names are those of the argument parsers of vLLM 0.32.0
-and 0.33.0, and of SGLang 0.5.12 and 0.5.23, as their sources have them.
+No GPU is here, so that none of them was; `test_serving_option_facts.py` looks whether every version
+has the options.
 """
 
 from __future__ import annotations
