@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -229,9 +230,12 @@ def prefilled_request(version: Sglang0512, tokens: int, limit: int) -> Any:
 
 
 def turn(
-    version: Sglang0512, overlap: bool, method: Method
+    version: Sglang0512, overlap: bool, method: Method, skipped: int = 0
 ) -> tuple[Any, FakeWorker, FakeCache, list[Eviction]]:
-    """Play one turn of 6 tokens as SGLang's scheduler would, working ahead or not."""
+    """Play one turn of 6 tokens as SGLang's scheduler would, working ahead or not.
+
+    The step of number `skipped`, from 1 on, runs no forward after it was prepared.
+    """
     sessions, worker, cache = table_of(method), FakeWorker(), FakeCache()
     evictions = list[Eviction]()
     compactor = SimpleNamespace(carry_out=lambda _held, _row, eviction: evictions.append(eviction))
@@ -240,37 +244,58 @@ def turn(
     one = prefilled_request(version, 20, 6)
     rows, held = version.rows(one), sessions.begin(one)
     steps.prefill([one])
-    sampled = list(range(100, 106))
+    sampled = list(range(100, 107))
     lengths = torch.tensor([20])
     summed = None if isinstance(version, Sglang0523) else 20
     batch = SimpleNamespace(reqs=[one], seq_lens=lengths, seq_lens_cpu=lengths, seq_lens_sum=summed)
-    late = 1 if overlap else 0
-    for step in range(1, 6 + late):
-        one.output_ids = sampled[: step - late]
+    forwards, ahead = 1, overlap  # whether the last forward still runs
+    for step in itertools.count(1):
+        one.output_ids = sampled[: forwards - ahead]
+        if len(one.output_ids) == 6:
+            break
         steps.prepare(batch)
+        ahead = overlap and step != skipped
+        if step == skipped:
+            continue
+        assert held.samples == forwards  # the place in the answer of the token it will draw
         steps.decode([one])
+        forwards += 1
         rows.kv_committed_len += 1
         rows.kv_allocated_len += 1
         batch.seq_lens_cpu = batch.seq_lens_cpu + 1
         batch.seq_lens = batch.seq_lens + 1
-    one.output_ids = list(sampled)
     steps.finish(cache, one, held, 6)
     return held, worker, cache, evictions
 
 
+def short(name: str) -> Method:
+    """Return a method whose events, if it has any, fall due with the third and sixth token."""
+    if name == "full-constrained":
+        return make_method(name, None)
+    return make_method(name, 8, {"interval": 3, "sinks": 1})
+
+
 @pytest.mark.parametrize("name", ["full-constrained", "streamingllm"])
 def test_working_ahead_changes_nothing(version: Sglang0512, name: str) -> None:
-    settings: dict[str, Any] = {"interval": 3, "sinks": 1}
-    compresses = name != "full-constrained"
-    method = make_method(name, 8 if compresses else None, settings if compresses else {})
-    plain, ahead = (turn(version, overlap, method) for overlap in (False, True))
+    plain, ahead = (turn(version, overlap, short(name)) for overlap in (False, True))
     assert plain[0].ledger.snapshot() == ahead[0].ledger.snapshot()
     assert plain[1].labelled == ahead[1].labelled == [*range(20), *range(100, 105)]
     assert plain[3] == ahead[3]
+    compresses = name != "full-constrained"
     assert len(plain[3]) == (2 if compresses else 0)
     # Ahead, the last event comes before the forward that is one too many; its row goes.
     freed = ([(11, 11)], [(8, 9)]) if compresses else ([(25, 25)], [(25, 26)])
     assert (plain[2].freed, ahead[2].freed) == freed
+
+
+@pytest.mark.parametrize("skipped", range(1, 7))
+@pytest.mark.parametrize("name", ["full-constrained", "streamingllm"])
+def test_a_step_without_a_forward_counts_nothing(name: str, skipped: int) -> None:
+    """0.5.23, working ahead, skips one if the pool is full and another request is about to end."""
+    whole, held_up = (turn(Sglang0523(), True, short(name), number) for number in (0, skipped))
+    assert held_up[0].ledger.snapshot() == whole[0].ledger.snapshot()
+    assert held_up[1].labelled == whole[1].labelled
+    assert held_up[3] == whole[3]
 
 
 def small_worker(kept: str) -> DeviceWorker:

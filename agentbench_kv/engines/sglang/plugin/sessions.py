@@ -71,6 +71,7 @@ class SglangSession(SchedulerSession):
     tokens: int = 0  # tokens after the last completed turn
     starting: int | None = None  # new tokens of a turn whose prefill has not begun
     samples: int = 0  # sampled tokens of the turn that are accounted for
+    drawn: bool = False  # a forward draws, or drew, one more
     decoding: bool = False  # a decode forward is on its way or done that is not accounted for
     resampling: int = 0  # samples that are counted already and will be drawn again
     stop: StopRule | None = None
@@ -116,7 +117,8 @@ class SglangSessions:
         session = self.open(name or request.rid, lasting=name is not None)
         wanted = wishes(request.sampling_params)
         session.request = request
-        session.samples, session.decoding, session.resampling = 0, False, 0
+        session.samples, session.resampling = 0, 0
+        session.drawn = session.decoding = False
         session.stop = session.given = None
         if wanted:
             given = wanted.get("given")

@@ -59,6 +59,7 @@ class Steps:
                 held = self._version.rows(request)
                 fed.append(Fed(session.name, session.ledger.fed, tokens))
                 session.ledger.forward(rows)
+                session.drawn = True
                 self._check(session, held.kv_committed_len)
                 row, live = held.req_pool_idx, session.ledger.live
                 parts.append(PrefilledRows(session.name, row, start, rows, live))
@@ -70,7 +71,10 @@ class Steps:
         self._worker.plan_prefill(fed, parts, prompts, left)
 
     def prepare(self, batch: Any) -> None:
-        """Settle a decode batch's last forwards and carry out the events that fall due."""
+        """Settle a decode batch's last forwards and carry out the events that fall due.
+
+        SGLang may prepare a batch and not run it, so there may be nothing new to settle.
+        """
         known = [
             (i, request, session)
             for i, request in enumerate(batch.reqs)
@@ -91,7 +95,7 @@ class Steps:
         for request in requests:
             session = self._table.of(request)
             if session is not None:
-                session.decoding = True
+                session.drawn = session.decoding = True
 
     def given(self, requests: Sequence[Any]) -> list[GivenRow]:
         """Return which requests of the forward that is about to run are given what they draw."""
@@ -140,7 +144,7 @@ class Steps:
         done = len(request.output_ids)
         # Working ahead, a sample may be counted whose token is thrown away.
         session.resampling = max(0, session.samples - done)
-        session.samples = done
+        session.samples, session.drawn = done, False
         session.starting = 0
         self._table.plan_prefix(session)
 
@@ -166,6 +170,10 @@ class Steps:
         self._worker.settle(decoded)
 
     def _count(self, session: SglangSession) -> Eviction | None:
+        """Count what the last forward draws; return the event that falls due with it."""
+        if not session.drawn:
+            return None
+        session.drawn = False
         session.samples += 1
         if session.resampling:
             session.resampling -= 1
