@@ -185,7 +185,7 @@ class Server:
 
     def _match(self, request: Request) -> None:
         slot = self.slots.get(request.session.session_id)
-        found = 0
+        found = request.cache_protected_len = 0
         if slot is not None:
             for name in ("req_pool_idx", "kv_committed_len", "kv_allocated_len"):
                 setattr(request, name, getattr(slot, name))
