@@ -92,8 +92,12 @@ class SessionLedger:
         return self._system
 
     def protects(self, rows: int) -> bool:
-        """Whether no event may evict any of the first rows."""
-        return self._method.protected(self._prompt, self._system) >= rows
+        """Whether no event may evict any of the first rows, whenever it falls due."""
+        method, protected = self._method, self._method.protected(self._prompt, self._system)
+        # The smallest budget of an event that finds them: a share is one of more tokens later.
+        budget = method.budget_at(rows)
+        cuts = budget < rows and method.has_room(budget, protected)
+        return protected >= rows and not cuts
 
     def find(self, tokens: int, shared: int) -> None:
         """Count a turn's first tokens as fed, whose rows were there; `shared` rows stay there."""

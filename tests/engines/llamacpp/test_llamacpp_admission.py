@@ -84,9 +84,13 @@ def test_rows_in_common_need_room_once() -> None:
 
 
 def test_rows_that_an_event_copies_need_room_twice() -> None:
-    for positions, together in (("logical", True), ("cache", False)):
-        settings = {"protect": "system", "positions": positions}
-        found = room(512, "streamingllm", 340, **settings)
+    for name, budget, settings, together in (
+        ("streamingllm", 340, {"protect": "system"}, True),
+        ("streamingllm", 340, {"protect": "system", "positions": "cache"}, False),
+        ("triattention", SYSTEM, {}, True),
+        ("triattention", SYSTEM - 1, {}, False),
+    ):
+        found = room(512, name, budget, **settings)
         first, second = found.asked("a"), found.asked("b")
         assert found.admit(first)
         found.feed(first.session)

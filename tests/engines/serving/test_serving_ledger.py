@@ -171,6 +171,41 @@ def test_lost_rows_are_counted_and_events_start_over() -> None:
     assert ledger.stats.longest_prefill == 45
 
 
+@pytest.mark.parametrize(
+    ("name", "budget", "protect", "stay"),
+    [
+        ("triattention", 149, "prompt", False),
+        ("triattention", 150, "prompt", True),
+        ("triattention", 250, "prompt", True),
+        ("triattention", "70%", "prompt", False),
+        ("triattention", "100%", "prompt", True),
+        ("triattention", 149, "system", True),  # no event fires
+        ("triattention", 151, "system", True),
+        ("streamingllm", 149, "prompt", True),
+        ("streamingllm", "70%", "prompt", True),
+        ("streamingllm", 180, "system", True),
+        ("streamingllm", 149, "none", False),
+        ("streamingllm", 250, "149", False),
+    ],
+)
+def test_first_rows_are_protected_where_whatever_event_fires_keeps_them(
+    name: str, budget: int | str, protect: str, stay: bool
+) -> None:
+    """Of a system message of 150 tokens in a prompt of 200."""
+    settings = {"interval": 8, "protect": protect, "prefix": "shared"}
+    method = make_method(name, budget, settings)
+    ledger = SessionLedger(method, 1)
+    ledger.opens_with(200, 150)
+    assert ledger.protects(150) is stay
+    ledger.begin_turn(200)
+    for rows in [200] + [1] * 200:
+        ledger.forward(rows)
+        eviction = ledger.sampled()
+        if eviction is not None and stay:
+            assert eviction.keep >= 150
+    assert ledger.protects(150) is stay
+
+
 def test_rows_moved_are_added_to_their_event() -> None:
     method = make_method("streamingllm", 16, {"trigger": "prefill+every"})
     ledger = SessionLedger(method, 1)

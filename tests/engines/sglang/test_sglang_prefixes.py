@@ -21,6 +21,7 @@ from agentbench_kv.engines.sglang.plugin.runtime import Commands
 from agentbench_kv.engines.sglang.plugin.sessions import SglangSession, SglangSessions
 from agentbench_kv.engines.sglang.plugin.steps import Steps
 from agentbench_kv.engines.sglang.plugin.versions import Sglang0512
+from agentbench_kv.engines.sglang.plugin.worker import Compactor
 from agentbench_kv.errors import UsageError
 from agentbench_kv.methods.base import Method
 from agentbench_kv.registry import make_method
@@ -88,13 +89,15 @@ class Server:
         self.table = SglangSessions(chosen, 1, PAGE, lambda _: pytest.fail("no stop text"))
         self.known: dict[str, int] = {}  # worker's rows: name -> tokens
         pool = SimpleNamespace(page=PAGE, table=torch.full((rows + 1, 200), -1), keys=None)
+        pool.store = lambda *_: None
         pool.keys = pool.values = SimpleNamespace(layers=[self])
         self.worker: Any = SimpleNamespace(
             pool=pool, deficits=[0] * (rows + 1), rows=self, keeps_queries=False,
             wait_for_forward=lambda: None, plan_prefill=self.plan, settle=lambda _: None,
         )  # fmt: skip
         self.prefixes = SharedPrefixes(self.table, self.worker, self, version)
-        self.steps = Steps(self.table, self.worker, None, self.prefixes, version)  # type: ignore[arg-type]
+        compactor = Compactor(self.worker, SimpleNamespace(free=self._free))
+        self.steps = Steps(self.table, self.worker, compactor, self.prefixes, version)
         self.memory = MemoryPressure(self.table, self, version)
         self.forks = WithoutController(self.table, self.worker, None, self, version)  # type: ignore[arg-type]
         self.version = version
@@ -117,6 +120,10 @@ class Server:
             assert part.first_position < end.tokens <= after
             self.known[end.name] = end.tokens
         self.known[part.session] = after
+
+    def remove(self, _order: Any, _store: None) -> int:
+        """Keep the first rows: none moves."""
+        return 0
 
     # A partial page that a fork copies, as `Forks` reads and writes a layer.
 
@@ -146,15 +153,20 @@ class Server:
         if slot is None or slot.req_pool_idx is None:
             return
         own = slice(slot.cache_protected_len, slot.kv_allocated_len)
-        pages = {int(each) // PAGE for each in self.worker.pool.table[slot.req_pool_idx, own]}
+        self._free(self.worker.pool.table[slot.req_pool_idx, own])
+        self.req_to_token_pool.free_slots.append(slot.req_pool_idx)
+
+    def _free(self, slots: torch.Tensor) -> None:
+        pages = {int(each) // PAGE for each in slots}
         assert not pages & set(self.free), "freed twice"
         self.free += sorted(pages)
-        self.req_to_token_pool.free_slots.append(slot.req_pool_idx)
 
     # A turn.
 
     def begin(self, name: str, rid: str, ids: list[int], system: int) -> None:
-        wanted = {"phases": {"runs": [[3, len(ids)]], "system": system}, "new": 1}
+        opening = self.table.sessions[name].prompt.prompt or len(ids)
+        phases = {"runs": [[3, len(ids)]], "prompt": opening, "system": system}
+        wanted = {"phases": phases, "new": 1}
         sampling = SimpleNamespace(custom_params={"kvbench": wanted}, max_new_tokens=4)
         owner = SimpleNamespace(session_id=name, streaming=True, abort_req=lambda: None)
         request = Request(rid=rid, session=owner, sampling_params=sampling, origin_input_ids=ids)
@@ -218,6 +230,14 @@ class Server:
         self.chunked = request if len(ids) < len(request.origin_input_ids) else None
         return True
 
+    def prepare(self, session: SglangSession) -> None:
+        """Prepare the first decode of a session whose prompt is read."""
+        lengths = torch.tensor([session.request.kv_committed_len])
+        batch = SimpleNamespace(
+            reqs=[session.request], seq_lens=lengths, seq_lens_cpu=lengths, seq_lens_sum=None
+        )
+        self.steps.prepare(batch)
+
     def rest(self, session: SglangSession) -> None:
         """End a turn whose prompt is read, without an answer."""
         request, name = session.request, session.name
@@ -265,6 +285,16 @@ class Server:
             if session.running and session.request not in self.waiting_queue
         }
         return {**self.slots, **running}
+
+    def owned(self) -> list[int]:
+        """Return the pages that are free and those of every holder's own rows."""
+        pages = list(self.free)
+        for held in self.holders().values():
+            if held.req_pool_idx is not None:
+                row = self.worker.pool.table[held.req_pool_idx]
+                mine = row[held.cache_protected_len : held.kv_allocated_len]
+                pages += {int(slot) // PAGE for slot in mine}
+        return sorted(pages)
 
 
 NAMES = st.sampled_from("uvwxyz")
@@ -352,13 +382,7 @@ class SharedMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_page_has_one_owner(self) -> None:
-        owned = list(self.server.free)
-        for held in self.server.holders().values():
-            if held.req_pool_idx is not None:
-                row = self.server.worker.pool.table[held.req_pool_idx]
-                mine = row[held.cache_protected_len : held.kv_allocated_len]
-                owned += {int(slot) // PAGE for slot in mine}
-        assert sorted(owned) == list(range(PAGES))
+        assert self.server.owned() == list(range(PAGES))
 
     @invariant()
     def every_session_has_its_tokens(self) -> None:
@@ -400,9 +424,9 @@ SharedMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=
 TestSharedMachine = SharedMachine.TestCase
 
 
-def begun(*systems: str, more: int = 10) -> Server:
+def begun(*systems: str, more: int = 10, chosen: Method | None = None) -> Server:
     """Return a server with a session in the queue for each system message: u, v, w."""
-    server = Server(method())
+    server = Server(chosen or method())
     for number, (name, system) in enumerate(zip("uvw", systems, strict=False)):
         server.table.open(name, lasting=True)
         ids = [*SYSTEMS[system], *range(1000 * number, 1000 * number + more)]
@@ -468,6 +492,26 @@ def test_a_full_pool_gives_up_a_prefix_that_nobody_reads_first() -> None:
     server.admit(30)
     assert not server.waiting_queue
     assert prefix.name not in server.slots
+
+
+@pytest.mark.parametrize("budget", [12, 13, 16, 22, 40])
+def test_an_event_frees_no_page_of_others(budget: int) -> None:
+    """Of a prompt that fills the budget, and so of the message, only the beginning stays."""
+    chosen = make_method("triattention", budget, {"interval": "4", "prefix": "shared"})
+    server = begun("a", "a", more=30, chosen=chosen)
+    for _ in range(2):
+        server.admit(60)
+    sessions = server.table.sessions.values()
+    for session in sessions:
+        server.prepare(session)
+        assert server.owned() == list(range(PAGES))
+    assert [session.ledger.live for session in sessions] == [budget] * 2
+    shared = SHARED if budget >= SHARED else 0
+    assert [session.shared for session in sessions] == [shared] * 2
+    for session in sessions:
+        row = server.worker.pool.table[session.request.req_pool_idx, :budget]
+        first = [*session.request.origin_input_ids[:budget]]
+        assert [server.written[int(slot)] for slot in row] == first
 
 
 def test_what_waits_for_room_holds_no_prefix() -> None:

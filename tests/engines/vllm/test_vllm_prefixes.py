@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from paged_blocks import BLOCK, POOL, Manager, Pool
 
 from agentbench_kv.engines.base import EngineOptions
@@ -29,6 +29,11 @@ SYSTEMS = {"a": list(range(100, 120)), "b": [*range(100, 108), *range(300, 309)]
 def method(**more: str) -> Method:
     chosen = {"interval": "4", "trigger": "prefill+every", "protect": "system", "prefix": "shared"}
     return make_method("streamingllm", 32, {**chosen, "sinks": "1", **more})
+
+
+def keeps_a_beginning(budget: int) -> Method:
+    """Return the method whose events evict from a protected prompt that fills the budget."""
+    return make_method("triattention", budget, {"interval": "4", "prefix": "shared"})
 
 
 def new_table(chosen: Method | None = None) -> tuple[VllmSessions, Any]:
@@ -158,6 +163,10 @@ class SharedMachine(RuleBasedStateMachine):
         super().__init__()
         self.vllm = Scheduler()
         self.table = self.vllm.table
+
+    @initialize(chosen=st.sampled_from([method(), *map(keeps_a_beginning, (13, 16, 22))]))
+    def start(self, chosen: Method) -> None:
+        self.table.method = chosen
 
     def running(self, name: str) -> VllmSession | None:
         session = self.table.sessions.get(name)
@@ -302,11 +311,15 @@ def test_who_goes_back_into_the_prefix_leaves_it_to_others(length: int) -> None:
 
 
 def test_a_session_whose_events_would_evict_the_message_shares_none() -> None:
-    for protect, shares in (("8", False), ("16", True), ("20", True), ("prompt", True)):
+    protects = (("8", False), ("16", True), ("20", True), ("prompt", True))
+    arms = [(method(protect=protect), shares) for protect, shares in protects]
+    arms += [(keeps_a_beginning(budget), budget >= 16) for budget in (12, 15, 16, 22, 40)]
+    arms += [(make_method("agentkv@system", 40, {"prefix": "shared"}), True)]
+    for chosen, shares in arms:
         vllm = Scheduler()
-        vllm.table.method = method(protect=protect)
+        vllm.table.method = chosen
         vllm.begin("u", SYSTEMS["a"], 3)
-        assert (vllm.table.sessions["u"].prefix_key is not None) is shares, protect
+        assert (vllm.table.sessions["u"].prefix_key is not None) is shares, chosen
 
 
 def test_a_prefix_that_is_dropped_within_a_step_is_begun_with_before(
