@@ -1,0 +1,150 @@
+"""What whole sessions measured is kept, and the manual's tables say what the records say."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from serving_shapes_records import pack, unpack
+from serving_shapes_table import shapes_tables
+
+from agentbench_kv.errors import UsageError
+
+ROOT = Path(__file__).parents[2]
+RECORDS = sorted((ROOT / "benchmarks" / "serving_records").glob("*.jsonl.xz"))
+PAGE = ROOT / "docs" / "performance.md"
+# The manual's columns, and those of `serving_shapes.py table`.
+COLUMNS = {
+    "peak live MB a session": "peak live MB a session",
+    "pool MB": "pool MB",
+    "read MB a token": "read MB a token",
+    "TTFT turn 1, s": "TTFT turn 1 s",
+    "TTFT turns 2+, s": "TTFT turns 2+ s",
+    "output tok/s": "output tok/s",
+}
+SECTIONS = {
+    "Whole sessions at 8k": "0.5b-instruct-8192",
+    "Repetitions of the embedded engine": "0.5b-instruct-8192",
+    "Repetitions of vLLM": "0.5b-instruct-8192",
+    "Whole sessions at 16k": "0.5b-instruct-16384",
+    "The 1.5B model": "1.5b-instruct-8192",
+}
+
+
+class Measured(NamedTuple):
+    """A row of the records' tables."""
+
+    place: str
+    method: str
+    values: dict[str, float]
+
+
+def test_a_folder_is_kept_in_a_file_and_made_again(tmp_path: Path) -> None:
+    one = tmp_path / "shapes" / "m-8192" / "vllm"
+    one.mkdir(parents=True)
+    told = {"model": "/home/me/models/m", "said": "(log: /tmp/a b/x.log) http://h/p 1/2 a/b"}
+    (one / "cell.json").write_text(json.dumps(told))
+    (one / "summary.json").write_text("{}")
+    (one / "log.txt").write_text("x")
+    assert pack(tmp_path / "shapes", tmp_path / "kept.jsonl.xz") == 1
+    unpack(tmp_path / "kept.jsonl.xz", tmp_path / "again")
+    (found,) = (path for path in (tmp_path / "again").rglob("*") if path.is_file())
+    assert found.relative_to(tmp_path / "again") == Path("m-8192/vllm/cell.json")
+    said = json.loads(found.read_text())
+    assert said["model"] == "m"
+    assert said["said"].endswith("http://h/p 1/2 a/b")
+    assert "/tmp" not in said["said"]
+
+
+def test_a_file_that_is_none_is_a_line(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl.xz").write_bytes(b"{}")
+    with pytest.raises(UsageError, match=r"x\.jsonl\.xz cannot be read"):
+        unpack(tmp_path / "x.jsonl.xz", tmp_path)
+    with pytest.raises(UsageError, match="holds no JSON document"):
+        pack(tmp_path, tmp_path / "y.jsonl.xz")
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "b.json").write_text("{}")
+    pack(tmp_path / "a", tmp_path / "z.jsonl.xz")
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> list[Measured]:
+    """Return all rows of the records: over all repetitions of a file, and of each alone."""
+    found = []
+    for file in RECORDS:
+        whole = tmp_path_factory.mktemp("records")
+        unpack(file, whole)
+        found += list(rows(whole))
+        for name in sorted({path.name for path in whole.glob("*/*/rep*")}):
+            alone = tmp_path_factory.mktemp("records")
+            for path in whole.glob(f"*/*/{name}"):
+                shutil.copytree(path, alone / path.relative_to(whole))
+            found += list(rows(alone))
+    return found
+
+
+def rows(folder: Path) -> Iterator[Measured]:
+    for table in shapes_tables(folder):
+        titles = [column.title for column in table.columns]
+        for row in table.rows:
+            values = {t: c.value for t, c in zip(titles, row.cells, strict=True)}
+            numbers = {t: float(v) for t, v in values.items() if isinstance(v, (int, float))}
+            yield Measured(table.title, str(row.cells[1].value).split()[0], numbers)
+
+
+def told() -> Iterator[tuple[str, dict[str, str]]]:
+    """Yield the section and the cells of every row of the manual's tables of whole sessions."""
+    section, titles = "", list[str]()
+    for line in PAGE.read_text(encoding="utf-8").splitlines():
+        if line.startswith("#"):
+            section, titles = line.lstrip("# "), []
+        elif not line.startswith("|"):
+            titles = []
+        elif section in SECTIONS:
+            cells = [cell.strip().replace("**", "") for cell in line.strip("|").split("|")]
+            if not titles:
+                titles = cells
+            elif "output tok/s" in titles and "arm" in titles and set(line) - set("|-: "):
+                yield section, dict(zip(titles, cells, strict=True))
+
+
+TOLD = list(told())
+
+
+def says(cell: str, value: float | None) -> bool:
+    """Whether a cell, such as `17.5 (16.9 to 18.1)`, is a value, rounded as the cell is."""
+    text = cell.partition(" (")[0].replace(",", "")
+    if not text:
+        return True
+    digits = len(text.partition(".")[2])
+    return value is not None and abs(value - float(text)) <= 0.5 * 10**-digits + 1e-9
+
+
+def test_the_manual_has_tables_of_what_was_measured() -> None:
+    assert {section for section, _ in TOLD} == SECTIONS.keys()
+    assert len(TOLD) > 60
+
+
+@pytest.mark.parametrize(
+    ("section", "row"), TOLD, ids=[f"{s}-{r.get('engine', '')}-{r['arm']}" for s, r in TOLD]
+)
+def test_a_row_of_the_manual_is_a_row_of_the_records(
+    section: str, row: dict[str, str], measured: list[Measured]
+) -> None:
+    (method,) = re.findall(r"^`([^` ]+)`", row["arm"])
+    method = method.partition(",")[0]
+    of_place = [each for each in measured if SECTIONS[section] in each.place]
+    near = [each for each in of_place if each.method == method]
+    assert near, f"no record of {method} in {section}"
+    columns = {theirs: row[ours] for ours, theirs in COLUMNS.items() if ours in row}
+    right = [e for e in near if all(says(c, e.values.get(t)) for t, c in columns.items())]
+    assert right, f"{row} is none of {[e.values for e in near]}"
