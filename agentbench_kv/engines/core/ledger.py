@@ -67,6 +67,7 @@ class SessionLedger:
         self._windows = windows
         self._schedule = Schedule(method)
         self._prefilling = False
+        self._unread = 0  # tokens of the prefill that are counted, and no forward has brought yet
         self._unfed = 0  # tokens that were sampled and not fed: the last one, or none
         self._evicted_last = False  # an event fell due with it
         self._lost = 0  # tokens whose rows were lost since the last turn began
@@ -103,6 +104,7 @@ class SessionLedger:
         """Count a turn's first tokens as fed, whose rows were there; `shared` rows stay there."""
         self.fed += tokens
         self.live += tokens
+        self._unread = max(0, self._unread - tokens)
         self.stats.cached_tokens += tokens
         self.stats.shared = shared
         self._peak()
@@ -114,6 +116,7 @@ class SessionLedger:
             self._lost = 0
             self.stats.restarts.append((len(self.stats.events), tokens))
         self.stats.prefill_tokens += passes * tokens
+        self._unread += passes * tokens
         self.stats.recomputed += (passes - 1) * tokens
         self.stats.longest_prefill = max(self.stats.longest_prefill, tokens)
         self._prefilling = tokens > 0
@@ -137,6 +140,7 @@ class SessionLedger:
     def forward(self, rows: int) -> None:
         self.fed += rows
         self.live += rows
+        self._unread = max(0, self._unread - rows + self._unfed)
         self._unfed = 0
         self._peak()
         if not self._prefilling:
@@ -183,6 +187,7 @@ class SessionLedger:
         """Count a sampled token; return the event that falls due with it."""
         eviction = None
         self._unfed, self._evicted_last = 1, False
+        self._unread = 0
         if self._prefilling:
             self._prefilling = False
             if self._schedule.after_prefill(self.live, self.fed):
@@ -203,6 +208,7 @@ class SessionLedger:
             return True
         if self._evicted_last:
             return False
+        self._unfed = 0
         self.stats.decode_tokens -= 1
         self.stats.decode_kv_sum -= self.live
         self._schedule.take_back()
@@ -248,10 +254,16 @@ class SessionLedger:
 
     def lose(self) -> None:
         """Count the loss of all rows; they count as recomputed once a turn begins again."""
+        self._uncount_unread()
         self._lost += self.fed
         self.fed = self.live = self._unfed = self.stats.shared = 0
         self._prompt = self._system = 0
         self._schedule.restart()
+
+    def _uncount_unread(self) -> None:
+        """Uncount what a prefill has not brought: it comes again, and is counted again."""
+        self.stats.prefill_tokens -= self._unread
+        self._unread = 0
 
     def moved(self, number: int, rows: SupportsInt) -> None:
         """Take the rows that event `number` moved, which only the worker knows; -1 is the last.

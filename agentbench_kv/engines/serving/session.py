@@ -75,12 +75,10 @@ class ObservedLedger(SessionLedger):
         super().__init__(Full(), bytes_per_token, windows)
         self._expected = 0  # rows the next forward writes
         self._before = 0  # rows the session had when the generation began
-        self._begun = 0  # tokens of its prefill, until it has brought a token
 
     def begin(self, tokens: int) -> None:
         # The last token it generated was never fed; it is part of no prompt.
-        self._begun = tokens - self.fed - self._unfed
-        self.begin_turn(self._begun)
+        self.begin_turn(tokens - self.fed - self._unfed)
         self._before = self.fed
         self._expected = tokens - self.fed
 
@@ -88,15 +86,14 @@ class ObservedLedger(SessionLedger):
         """Count a generated token and the forward it came from."""
         self.forward(self._expected)
         self.sampled()
-        self._expected, self._begun = 1, 0
+        self._expected = 1
 
     def end(self, cached_tokens: int | None) -> None:
         """Take in how many of the prompt's tokens the server had cached, where it says so.
 
         A prefill that brought no token is not known to have been; it comes again.
         """
-        self.stats.prefill_tokens -= self._begun
-        self._begun = 0
+        self._uncount_unread()
         if cached_tokens is not None:
             self.stats.recomputed += max(0, self._before - cached_tokens)
 
