@@ -206,6 +206,40 @@ def test_first_rows_are_protected_where_whatever_event_fires_keeps_them(
     assert ledger.protects(150) is stay
 
 
+@pytest.mark.parametrize("taken_back", [False, True])
+@pytest.mark.parametrize("fed", [0, 8, 13])
+def test_of_a_prefill_that_was_cut_off_what_was_read_counts(fed: int, taken_back: bool) -> None:
+    ledger = SessionLedger(make_method("full", None), 1)
+    ledger.begin_turn(40)
+    ledger.forward(40)
+    ledger.sampled()
+    ledger.forward(1)
+    ledger.sampled()
+    # What is fed next begins with the last sampled token, unless nobody wanted that.
+    unfed = 0 if taken_back and ledger.take_back() else 1
+    ledger.begin_turn(20)
+    for rows in (fed // 2, fed - fed // 2):
+        if rows:
+            ledger.forward(rows)
+    ledger.lose()
+    read = 40 + max(0, fed - unfed)
+    assert ledger.stats.prefill_tokens == read
+    ledger.begin_turn(61 + unfed)
+    ledger.forward(61 + unfed)
+    ledger.sampled()
+    ledger.lose()
+    assert (ledger.stats.prefill_tokens, ledger.stats.recomputed) == (read + 61 + unfed, 41 + fed)
+
+
+def test_a_found_prefix_is_read_of_a_prefill_that_is_cut_off() -> None:
+    ledger = SessionLedger(make_method("full", None), 1)
+    ledger.begin_turn(40)
+    ledger.find(16, 16)
+    ledger.forward(10)
+    ledger.lose()
+    assert (ledger.stats.prefill_tokens, ledger.stats.cached_tokens) == (26, 16)
+
+
 def test_rows_moved_are_added_to_their_event() -> None:
     method = make_method("streamingllm", 16, {"trigger": "prefill+every"})
     ledger = SessionLedger(method, 1)

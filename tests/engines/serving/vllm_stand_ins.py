@@ -43,6 +43,21 @@ class Builder:
         return prefix, common, fast
 
 
+def config(sessions: int = 5, tokens: int = 64) -> Any:
+    """Stand for vLLM's: one worker, so many requests at once, so many tokens in a step."""
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size=1,
+            data_parallel_index=0, decode_context_parallel_size=1, prefill_context_parallel_size=1,
+        ),
+        speculative_config=None, kv_transfer_config=None,
+        cache_config=SimpleNamespace(enable_prefix_caching=False),
+        scheduler_config=SimpleNamespace(
+            async_scheduling=False, max_num_seqs=sessions, max_num_batched_tokens=tokens
+        ),
+    )  # fmt: skip
+
+
 class Runner:
     """Stands for vLLM's model runner: notes what there was when it was asked to profile."""
 
@@ -57,16 +72,7 @@ class Runner:
         self.compilation_config = SimpleNamespace(
             static_forward_context=found, cudagraph_capture_sizes=[1, 8]
         )
-        self.vllm_config = SimpleNamespace(
-            parallel_config=SimpleNamespace(
-                tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size=1,
-                data_parallel_index=0, decode_context_parallel_size=1,
-                prefill_context_parallel_size=1,
-            ),
-            speculative_config=None, kv_transfer_config=None,
-            cache_config=SimpleNamespace(enable_prefix_caching=False),
-            scheduler_config=SimpleNamespace(async_scheduling=False),
-        )  # fmt: skip
+        self.vllm_config = config()
         self.profiled: list[tuple[int, int]] = []
         self.allocated: list[bool] = []
 

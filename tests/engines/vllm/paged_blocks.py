@@ -13,13 +13,14 @@ BLOCK, POOL = 8, 48
 class Block:
     block_id: int
     ref_cnt: int = 0
+    is_null: bool = False
     rows: dict[int, int] = field(default_factory=dict)  # offset -> the token written there
 
 
 class Pool:
-    def __init__(self) -> None:
-        self.num_gpu_blocks = POOL + 1
-        self.blocks = [Block(number) for number in range(1, POOL + 1)]
+    def __init__(self, blocks: int = POOL) -> None:
+        self.num_gpu_blocks = blocks + 1
+        self.blocks = [Block(number) for number in range(1, blocks + 1)]
 
     def get_num_free_blocks(self) -> int:
         return sum(not block.ref_cnt for block in self.blocks)
@@ -47,8 +48,11 @@ class Manager:
         self.req_to_blocks: dict[str, list[Block]] = {}
         self.num_cached_block: dict[str, int] = {}
 
-    def get_num_blocks_to_allocate(self, request_id: str, num_tokens: int, *_: Any) -> int:
-        return max(0, -(-num_tokens // BLOCK) - len(self.req_to_blocks.get(request_id, ())))
+    def get_num_blocks_to_allocate(
+        self, request_id: str, num_tokens: int, found: Sequence[Block], *_: Any
+    ) -> int:
+        held = len(found) + len(self.req_to_blocks.get(request_id, ()))
+        return max(0, -(-num_tokens // BLOCK) - held)
 
     def allocate_new_blocks(self, request_id: str, num_tokens: int, _: int) -> None:
         held = self.req_to_blocks.setdefault(request_id, [])

@@ -236,6 +236,22 @@ class SharedMachine(RuleBasedStateMachine):
         assert {block.block_id: block.ref_cnt for block in pool.blocks if block.ref_cnt} == held
 
     @invariant()
+    def what_could_be_freed_is_what_nobody_else_holds(self) -> None:
+        tables = self.vllm.manager.req_to_blocks
+        for name in "uvwxyz":
+            if session := self.running(name):
+                kept = self.table.found(session)
+                givers: list[Any] = [
+                    *(tables.get(each.request, ()) for each in self.table.sessions.values()
+                      if not each.running),
+                    *(each.blocks for each in self.table.prefixes.held if each is not kept),
+                ]  # fmt: skip
+                given = Counter(block.block_id for blocks in givers for block in blocks)
+                pool = self.vllm.manager.block_pool.blocks
+                free = sum(0 < block.ref_cnt == given[block.block_id] for block in pool)
+                assert self.table.could_free(session.request) == free
+
+    @invariant()
     def every_session_has_its_first_tokens(self) -> None:
         for session in self.table.sessions.values():
             blocks = self.vllm.manager.req_to_blocks.get(session.request, [])

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -54,6 +55,21 @@ class SessionBlocks:
     def size(self) -> int:
         """Tokens of a block."""
         return int(self._single.block_size)
+
+    def held(self, request: str) -> int:
+        """Return how many blocks a request has, over all groups."""
+        count = len(self.first(request))
+        for manager in self._managers:
+            if manager is not self._single:
+                # vLLM's placeholder stands for those before the window.
+                blocks = reversed(manager.req_to_blocks.get(request, ()))
+                count += sum(1 for _ in takewhile(lambda block: not block.is_null, blocks))
+        return count
+
+    def first(self, request: str, rows: int | None = None) -> Sequence[Any]:
+        """Return a request's blocks in the evicting group, or the full ones of its first rows."""
+        blocks: Sequence[Any] = self._single.req_to_blocks.get(request, ())
+        return blocks if rows is None else blocks[: rows // self.size]
 
     def shorten(self, request: str, eviction: Eviction) -> list[int]:
         """Free what an event leaves empty; return the blocks before.

@@ -70,6 +70,7 @@ def register() -> None:
 
 
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+_QUEUE = "vllm.v1.core.sched.request_queue:RequestQueue"
 _RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 _BLOCKS = "vllm.v1.core.kv_cache_manager:KVCacheManager"
 _MANAGER = "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager"
@@ -88,6 +89,7 @@ SYMBOLS: Mapping[str, tuple[str, ...]] = {
     f"{_SCHEDULER}._free_request_blocks": ("request",),
     f"{_SCHEDULER}._update_request_with_output": ("request", "new_token_ids", "is_stale"),
     f"{_SCHEDULER}._handle_blocked_waiting_request": ("request",),
+    f"{_SCHEDULER}._request_remaining_blocks": ("request",),
     f"{_BLOCKS}.allocate_slots": ("request",),
     f"{_BLOCKS}.get_computed_blocks": ("request",),
     f"{_BLOCKS}.create_kv_cache_blocks": ("blocks",),
@@ -108,6 +110,9 @@ SYMBOLS: Mapping[str, tuple[str, ...]] = {
         "num_scheduled_tokens", "total_num_scheduled_tokens",
     ),
     "vllm.v1.outputs:ModelRunnerOutput": ("sampled_token_ids",),
+    f"{_QUEUE}.remove_request": ("request",),
+    f"{_QUEUE}.prepend_request": ("request",),
+    "vllm.v1.request:RequestStatus.RUNNING": (),
     "vllm.v1.request:RequestStatus.FINISHED_ABORTED": (),
     "vllm.v1.request:RequestStatus.FINISHED_STOPPED": (),
     f"{_RUNNER}.execute_model": ("scheduler_output",),

@@ -195,11 +195,46 @@ class EvictingScheduler(Scheduler):
         return self.kv_cache_manager.create_kv_cache_blocks((prefix.blocks,)), prefix.rows, 0
 
     def _allocate_slots(self, request: Any, *args: Any, **kwargs: Any) -> Any:
-        """Allocate as vLLM does; unread prefixes, then sessions at rest give way, oldest first."""
+        """Allocate as vLLM does, and make room as long as that fails."""
         blocks = self._allocate(request, *args, **kwargs)
-        while blocks is None and self.sessions.make_room(request.request_id):
+        while blocks is None and self._make_room(request):
             blocks = self._allocate(request, *args, **kwargs)
         return blocks
+
+    def _make_room(self, request: Any) -> bool:
+        """Free unread prefixes, then sessions at rest, oldest first, then one that waits.
+
+        Requests that run will make room for one that waits: for that nothing is freed in vain, and
+        nobody else who waits gives way. Where nothing runs, nobody but those who wait could.
+        """
+        held_up = bool(self.running) and request.status != RequestStatus.RUNNING
+        if held_up and self._missing(request) > self.sessions.could_free(request.request_id):
+            return False
+        if self.sessions.make_room(request.request_id):
+            return True
+        return not held_up and self._put_back_last(request)
+
+    def _missing(self, request: Any) -> int:
+        """Return how many more blocks must be free before vLLM lets a request in beside others."""
+        prefix = self.sessions.found(self.sessions.by_request[request.request_id])
+        needed = self._request_remaining_blocks(request) + self.kv_cache_manager.watermark_blocks
+        return needed - (len(prefix.blocks) if prefix else 0) - self.sessions.blocks.free
+
+    def _put_back_last(self, request: Any) -> bool:
+        """Free the rows of the last other request that waits with some; False if none does.
+
+        vLLM lets requests that hold blocks wait, and preempts only those that run.
+        """
+        others = [each for each in self.kv_holding_waiting if each is not request]
+        if not others:
+            return False
+        last = others[-1]
+        session = self.sessions.by_request[last.request_id]
+        self.sessions.put_back(session, list(last.all_token_ids))
+        last.num_computed_tokens = 0
+        self.kv_holding_waiting.remove_request(last)
+        self.waiting.prepend_request(last)
+        return True
 
 
 class _Commands(SessionCommands[VllmSession]):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -230,6 +230,31 @@ class VllmSessions:
                 self.drops += 1
                 return True
         return False
+
+    def put_back(self, session: VllmSession, tokens: list[int]) -> None:
+        """Free the rows of a session whose request waits; it will compute all of its tokens."""
+        self.blocks.drop(session.request)
+        self.lose(session)
+        self.drops += 1
+        self.begin_again(session, tokens)
+
+    def could_free(self, request: str) -> int:
+        """Return how many blocks come free if all that `make_room` frees for a request goes.
+
+        Blocks of a prefix do if no session reads them but those at rest.
+        """
+        kept = self.found(self.by_request[request])
+        parts = [prefix.blocks for prefix in self.prefixes.held if prefix is not kept]
+        own = 0
+        for session in self.sessions.values():
+            if not session.running and session.ledger.fed:
+                shared = self.blocks.first(session.request, session.ledger.stats.shared)
+                own += self.blocks.held(session.request) - len(shared)
+                parts.append(shared)
+        first = {part[0].block_id: part for part in parts if part}
+        readers = Counter(part[0].block_id for part in parts if part)
+        unread = (part for number, part in first.items() if part[0].ref_cnt == readers[number])
+        return own + sum(map(len, unread))
 
     def end(self, session: VllmSession) -> None:
         if session.ledger.fed:
