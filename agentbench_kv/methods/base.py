@@ -341,6 +341,15 @@ class Method:
         return CLOSINGS[0]
 
     @property
+    def across_heads(self) -> str:
+        """Say what the method has of all KV heads together; empty if each could be on its own."""
+        if self.kept_set in ("per_layer", "shared"):
+            return f"one kept set for all heads (kept_set={self.kept_set})"
+        if self.needs_calibration:
+            return "a calibration, whose statistics are of all heads"
+        return "" if self.treats_heads_alike else "a choice that goes by the number of a head"
+
+    @property
     def needs(self) -> frozenset[str]:
         """Return the capabilities an engine must have, by name."""
         shared = frozenset({"share_prefix"} if self.prefix == "shared" else ())

@@ -184,6 +184,19 @@ def refuse_arguments(engine: str, options: EngineOptions, parallel: Sequence[str
             )
 
 
+def refuse_divided(engine: str, options: EngineOptions) -> None:
+    """Refuse tensor parallelism for a method that needs all heads in one worker."""
+    undivided = options.method.below().across_heads
+    for name in _names("tp") if undivided else ():
+        value = options.engine_args.get(name, "")
+        if value not in ("", "1"):
+            raise UsageError(
+                f"--engine-arg {name}={value}: {options.method.label} in the {engine} engine does "
+                f"not support {undivided} under tensor parallelism; leave it out, or use another "
+                "method"
+            )
+
+
 def _names(kind: str) -> tuple[str, ...]:
     return kind, f"{kind}-size", f"{_PARALLEL[kind].replace(' ', '-')}-parallel-size"
 

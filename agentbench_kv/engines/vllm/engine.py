@@ -25,6 +25,7 @@ from agentbench_kv.engines.serving.refusals import (
     check_folder,
     offload_gb,
     refuse_arguments,
+    refuse_divided,
     refuse_offload,
     refuse_quantised,
     refuse_shortened,
@@ -378,6 +379,7 @@ class VllmEngine(ServingEngine):
         refuse_shortened(options, _CONTEXT, _BYTES, *_OFFLOAD)
         check_context(options, _CONTEXT)
         refuse_arguments("vllm", options, ("dp", "pp", "dcp", "pcp"))
+        refuse_divided("vllm", options)
         cls.check_kv_dtype(options)
         refuse_quantised(options)
         refuse_offload("vLLM", _OFFLOAD, options, gpu)

@@ -105,6 +105,27 @@ def test_parallel_workers_are_refused(
         runner.initialize_kv_cache(cache_of(["layers.0"]))
 
 
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("tova", "kept_set=per_layer"),
+        ("triattention", "a calibration"),
+        ("expected-attention", "a calibration"),
+        ("random", "the number of a head"),
+    ],
+)
+def test_what_needs_all_heads_is_refused_under_tensor_parallelism(
+    name: str, what: str, plugin: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, path = made(plugin, flash(plugin), name, tmp_path)
+    monkeypatch.setenv(VARIABLE, str(path))
+    names = list(runner.compilation_config.static_forward_context)
+    runner.initialize_kv_cache(cache_of(names))
+    runner.vllm_config.parallel_config.tensor_parallel_size = 2
+    with pytest.raises(ValueError, match=f"does not support .*{what}.* under tensor parallelism"):
+        runner.initialize_kv_cache(cache_of(names))
+
+
 def test_a_cache_of_8_bits_and_attention_in_chunks_are_refused(
     plugin: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

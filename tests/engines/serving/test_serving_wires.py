@@ -369,6 +369,32 @@ def test_arguments_that_eviction_would_be_wrong_with_are_refused_before_anything
         check(full)
 
 
+DIVIDED = [
+    ("tova", {}, "kept_set=per_layer"),
+    ("agentkv", {"kept_set": "shared"}, "kept_set=shared"),
+    ("triattention", {}, "statistics are of all heads"),
+    ("expected-attention", {}, "statistics are of all heads"),
+    ("random", {}, "the number of a head"),
+]
+
+
+@pytest.mark.parametrize(("name", "settings", "what"), DIVIDED)
+@pytest.mark.parametrize("argument", ["tensor-parallel-size", "tensor_parallel_size", "tp"])
+def test_what_needs_all_heads_is_refused_where_workers_have_some_each(
+    argument: str, name: str, settings: dict[str, str], what: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    method = make_method(name, 96, settings)
+    options = EngineOptions(str(tmp_path), method, device="cpu", engine_args={argument: "2"})
+    with pytest.raises(UsageError, match=f"{what}.* under tensor parallelism"):
+        VLLM(options)
+    VLLM(replace(options, engine_args={argument: "1"}))
+    for other in (make_method("agentkv", 96), make_method("full", None)):
+        VLLM(replace(options, method=other))
+    spans = make_method("clear-tools", 96, {"exec": "span"})  # what ranks no rows
+    VLLM(replace(options, method=spans))
+
+
 @pytest.mark.parametrize(
     ("check", "name"),
     [

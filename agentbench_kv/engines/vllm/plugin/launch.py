@@ -159,9 +159,11 @@ def refuse_wrong_results(config: Any, kv_cache_config: Any, method: Method) -> N
     groups = kv_cache_config.kv_cache_groups
     kinds = [attention_of(group.kv_cache_spec) for group in groups]
     parallel = config.parallel_config
-    shared = method.kept_set in ("per_layer", "shared") and parallel.tensor_parallel_size > 1
+    undivided = method.across_heads
     wrong = {
-        "one kept set for all heads under tensor parallelism": shared,
+        f"{undivided} under tensor parallelism": (
+            bool(undivided) and parallel.tensor_parallel_size > 1
+        ),
         "speculative decoding": config.speculative_config is not None,
         "KV connectors": config.kv_transfer_config is not None,
         "prefix caching": config.cache_config.enable_prefix_caching,
