@@ -9,14 +9,41 @@ from math import isclose, sqrt
 import torch
 from torch import Tensor
 
+from agentbench_kv.engines.core.prefixes import PREFIXES
 from agentbench_kv.engines.core.transfers import to_device, used_here
 from agentbench_kv.errors import UsageError
 from agentbench_kv.kernels import attention_mass, ring_write
 from agentbench_kv.kernels.torch_backend import rotated, softmax_beside
-from agentbench_kv.methods.base import Phase, Queries, QueryKind, QueryPlan
+from agentbench_kv.methods.base import Method, Phase, Queries, QueryKind, QueryPlan
 from agentbench_kv.methods.spans import SpanRange, within
 
 _RINGS = {QueryKind.RECENT: 1, QueryKind.PER_PHASE: len(Phase)}
+
+
+def places_for(method: Method, sessions: int) -> int:
+    """Return for how many sessions rings are reserved: so many, and shared prefixes.
+
+    A prefix is left before the one that makes room for it is dropped.
+    """
+    return sessions + (PREFIXES + 1 if method.prefix == "shared" else 0)
+
+
+def queries_reserved(method: Method, sessions: int) -> int:
+    """Return how many queries of a layer that is."""
+    plan = method.query_plan()
+    return _RINGS.get(plan.kind, 0) * plan.size * places_for(method, sessions)
+
+
+def refuse_more_queries(method: Method, needed: int, reserved: int) -> None:
+    """Refuse a method for which a running engine would have to take more memory than it has.
+
+    On a GPU its cache has taken what was left; ValueError.
+    """
+    if needed > reserved:
+        raise ValueError(
+            f"kvbench: {method.label} keeps up to {needed} queries of a layer, and the engine was "
+            f"started with memory for {reserved}; start it anew"
+        )
 
 
 @dataclass(frozen=True)

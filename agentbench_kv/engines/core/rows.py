@@ -15,13 +15,13 @@ from torch import Tensor
 
 from agentbench_kv.engines.core.ledger import EvictionOrder, PrefixEnd
 from agentbench_kv.engines.core.policy import BackendPolicy
-from agentbench_kv.engines.core.prefixes import PREFIXES
 from agentbench_kv.engines.core.rings import (
     AttentionSums,
     QueryBuffer,
     QueryStore,
     RingWrite,
     RowShape,
+    places_for,
 )
 from agentbench_kv.engines.core.transfers import to_device
 from agentbench_kv.kernels import paged
@@ -174,12 +174,8 @@ class WorkerRows:
         return self._frequencies is not None
 
     def reserve(self, sessions: int) -> None:
-        """Take the memory of so many sessions' queries, and of shared prefixes', before others do.
-
-        A prefix is left before the one that makes room for it is dropped.
-        """
-        shared = PREFIXES + 1 if self.policy.method.prefix == "shared" else 0
-        self.rings.reserve(sessions + shared)
+        """Take the memory of so many sessions' queries, and prefixes', before others do."""
+        self.rings.reserve(places_for(self.policy.method, sessions))
 
     def drop(self, session: str) -> None:
         rows = self._sessions.pop(session, None)

@@ -28,7 +28,7 @@ from agentbench_kv.engines.core.policy import method_document
 from agentbench_kv.engines.embedded.model import folder_sha, model_path
 from agentbench_kv.engines.serving.backend import SupervisedBackend
 from agentbench_kv.engines.serving.process import ControlError
-from agentbench_kv.engines.serving.refusals import read_asked, refuse_method
+from agentbench_kv.engines.serving.refusals import read_asked
 from agentbench_kv.engines.serving.session import (
     ObservedLedger,
     ServingGeneration,
@@ -210,10 +210,10 @@ class ServingEngine(Engine):
         return state.total()
 
     def reconfigure(self, method: Method) -> None:
-        """Go on with another method, but from and to a server as shipped."""
+        """Go on with another method that a start would take, but from and to one as shipped."""
         if self._wire.stock or (method.name == "full" and self._wire.full_as_shipped):
             raise UsageError("a server as shipped has no plug-in, and needs a start of its own")
-        refuse_method(method, self._wire.facts)
+        self.check_options(replace(self._wire.options, method=method))
         self._control.call("configure", method=method_document(method, self._wire.folder))
         self._wire.use(method)
         self.info = replace(self.info, capabilities=self.able(self._wire))

@@ -21,10 +21,12 @@ from torch.profiler import ProfilerActivity, profile
 from agentbench_kv.conformance.scenes import made_up_calibration
 from agentbench_kv.engines.core.ledger import Eviction, EvictionOrder
 from agentbench_kv.engines.core.policy import BackendPolicy
+from agentbench_kv.engines.core.prefixes import PrefixTable
 from agentbench_kv.engines.core.rings import AttentionSums, QueryBuffer, RingWrite, RowShape
 from agentbench_kv.engines.core.rows import Fed, PagedStore, WorkerRows
 from agentbench_kv.engines.core.transfers import Arriving, to_device, used_here
 from agentbench_kv.engines.sglang.plugin.prefixes import SharedPrefixes
+from agentbench_kv.engines.sglang.plugin.runtime import Runtime
 from agentbench_kv.engines.sglang.plugin.sessions import SglangSessions
 from agentbench_kv.engines.sglang.plugin.steps import Steps
 from agentbench_kv.engines.sglang.plugin.versions import Sglang0512
@@ -399,6 +401,34 @@ def test_staging_is_as_large_as_the_requests_and_made_before_the_pool() -> None:
     plain = DeviceWorker(policy_of(make_method("full-constrained", None)), shape, torch.ones(4), 32)
     assert plain._staged is None
     assert plain.rows.rings.places == 0
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_no_method_keeps_more_queries_on_sglangs_gpu_than_the_first_one(device: str) -> None:
+    shape = RowShape(3, 4, 2, 8, torch.float32, torch.device(device))
+    for first, other in (
+        (make_method("agentkv", 64), make_method("agentkv", 64, {"sampler": "shuffled"})),
+        (make_method("agentkv", 64), make_method("agentkv@system", 64, {"prefix": "shared"})),
+        (make_method("streamingllm", 64), make_method("h2o", 64)),  # queries that are staged
+        (make_method("h2o", 64), make_method("tova", 64)),
+    ):
+        worker = DeviceWorker(policy_of(first), shape, torch.ones(4), 32)
+        runtime: Any = Runtime.__new__(Runtime)
+        table = SimpleNamespace(method=first, prefixes=PrefixTable())
+        parts = {"policy": worker.rows.policy, "table": table, "worker": worker}
+        vars(runtime).update(parts, _captured=False)
+        if device == "meta":
+            before = worker.rows
+            with pytest.raises(ValueError, match="start it anew"):
+                runtime.configure(policy_of(other))
+            assert (runtime.policy, table.method) == (before.policy, first)
+            assert worker.rows is before
+        else:
+            runtime.configure(policy_of(other))
+            assert table.method == other
+        for method in (make_method("streamingllm", 64), first):  # what was taken stays taken
+            runtime.configure(policy_of(method))
+            assert (table.method, worker.rows.policy.method) == (method, method)
 
 
 def test_a_layer_that_shows_no_queries_stops_sglang() -> None:

@@ -395,6 +395,21 @@ def test_what_needs_all_heads_is_refused_where_workers_have_some_each(
     VLLM(replace(options, method=spans))
 
 
+def test_a_running_server_is_asked_for_no_method_that_a_start_refuses(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    asked: list[str] = []
+    options = EngineOptions(
+        str(tmp_path), make_method("agentkv", 96), device="cpu",
+        engine_args={"tensor-parallel-size": "2"},
+    )  # fmt: skip
+    engine: Any = VllmEngine.__new__(VllmEngine)
+    engine._wire = SimpleNamespace(stock=False, full_as_shipped=True, options=options)
+    engine._control = SimpleNamespace(call=lambda command, **_: asked.append(command))
+    with pytest.raises(UsageError, match=r"kept_set=per_layer.* under tensor parallelism"):
+        engine.reconfigure(make_method("tova", 96))
+    assert asked == []
+
+
 @pytest.mark.parametrize(
     ("check", "name"),
     [

@@ -23,7 +23,7 @@ from vllm_scheduler import BLOCK, Request
 from vllm_stand_ins import MICRO, cache_of, config
 
 from agentbench_kv.accounting import KVStats
-from agentbench_kv.engines.core.policy import VARIABLE, BackendPolicy
+from agentbench_kv.engines.core.policy import VARIABLE, BackendPolicy, method_document
 from agentbench_kv.methods.base import Method
 from agentbench_kv.registry import make_method
 
@@ -94,12 +94,16 @@ Build = Callable[..., Server]
 
 @pytest.fixture
 def build(plugin: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Build:
-    def made(method: Method = ALL, blocks: int = 100, sessions: int = 5) -> Server:
+    def made(
+        method: Method = ALL, blocks: int = 100, sessions: int = 5, workers: int = 1
+    ) -> Server:
         policy = BackendPolicy(method, MICRO, tmp_path / "socket")
         monkeypatch.setenv(VARIABLE, str(policy.save(tmp_path)))
         cache = cache_of(["layers.0"])
         cache.num_blocks = blocks
-        return Server(plugin.EvictingScheduler(config(sessions), cache))
+        asked = config(sessions)
+        asked.parallel_config.tensor_parallel_size = workers
+        return Server(plugin.EvictingScheduler(asked, cache))
 
     return made
 
@@ -200,6 +204,51 @@ def test_a_shared_prefix_is_room_only_if_its_readers_are_at_rest(
     # Beside the message, which its own reference holds too: two blocks, or three by then nine.
     expected = 20 + 2 + 9 if readers == "rest" else 2
     assert server.table.could_free(request.request_id) == expected
+
+
+def configure(server: Server, folder: Path, name: str, **settings: Any) -> Method:
+    """Go on with another method; return the one that sessions have from then on."""
+    method = make_method(name, 96, settings)
+    server.command("configure", method=method_document(method, folder))
+    found: Method = server.table.method
+    assert found == server.scheduler._policy.method == method
+    return found
+
+
+def test_another_method_is_refused_as_at_the_start_and_changes_nothing(
+    build: Build, tmp_path: Path
+) -> None:
+    server = build(make_method("agentkv", 96), workers=2)
+    before = server.scheduler._policy
+    for name, said in (("tova", "kept_set=per_layer"), ("random", "number of a head")):
+        with pytest.raises(ValueError, match=f"{said}.* under tensor parallelism"):
+            configure(server, tmp_path, name)
+        assert (server.scheduler._policy, server.table.method) == (before, before.method)
+        assert server.scheduler.schedule().kvbench.method is None
+    configure(server, tmp_path, "snapkv")
+    told = server.scheduler.schedule().kvbench.method
+    assert told["class"].endswith("SnapKV")
+
+
+def test_no_method_keeps_more_queries_on_a_gpu_than_the_first_one(
+    build: Build, tmp_path: Path
+) -> None:
+    server = build(make_method("agentkv", 96))
+    before = server.scheduler._policy
+    for larger in ({"sampler": "shuffled"}, SHARED):
+        with pytest.raises(ValueError, match="memory for 160; start it anew"):
+            configure(server, tmp_path, "agentkv", **larger)
+        assert (server.scheduler._policy, server.table.method) == (before, before.method)
+    for name in ("streamingllm", "tova", "agentkv"):  # what was taken stays taken
+        configure(server, tmp_path, name)
+
+
+def test_on_a_cpu_queries_take_what_memory_there_is(
+    build: Build, plugin: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plugin.current_platform, "is_cpu", lambda: True)
+    server = build(make_method("agentkv", 96))
+    configure(server, tmp_path, "agentkv", sampler="shuffled")
 
 
 NAMES = st.sampled_from("abcdef")

@@ -130,10 +130,15 @@ class Runtime:
         return lambda request: self._commands.call(lambda: handler(request), COMMAND_S)
 
     def configure(self, policy: BackendPolicy) -> None:
-        """Go on with another method; CUDA graphs may have been captured without what it needs."""
+        """Go on with another method; ValueError, and nothing has changed, if it needs a start.
+
+        CUDA graphs may have been captured without what it needs, and the cache has what is left of
+        a GPU's memory.
+        """
         needed = policy.method.query_plan().kind is not QueryKind.NONE
         if self._captured and needed and not self.worker.keeps_queries:
             raise ValueError("CUDA graphs were captured without queries; start the server anew")
+        self.worker.check_memory(policy.method)
         self.policy = policy
         self.table.method = policy.method
         self.table.prefixes.clear()

@@ -21,11 +21,17 @@ from torch import Tensor
 from agentbench_kv.engines.core.control import GivenAnswer
 from agentbench_kv.engines.core.ledger import Eviction, EvictionOrder, PrefixEnd
 from agentbench_kv.engines.core.policy import BackendPolicy
-from agentbench_kv.engines.core.rings import RingWrite, RowShape
+from agentbench_kv.engines.core.rings import (
+    RingWrite,
+    RowShape,
+    queries_reserved,
+    refuse_more_queries,
+)
 from agentbench_kv.engines.core.rows import Fed, PagedStore, WorkerRows
 from agentbench_kv.engines.core.transfers import to_device, used_here
 from agentbench_kv.engines.sglang.plugin.sessions import SglangSession
 from agentbench_kv.kernels.layout import PagedRows
+from agentbench_kv.methods.base import Method, QueryKind
 from agentbench_kv.methods.spans import SpanRange
 from agentbench_kv.phases.machine import PromptPhases
 
@@ -111,21 +117,32 @@ class DeviceWorker:
         self._write: RingWrite | None = None
         self._parts: Sequence[PrefilledRows] = ()
         self._seen: set[int] = set()
+        # Half of the requests run at once (`engine.flags`); the others are sessions at rest.
+        self._running = -(-requests // 2)
+        self._reserved = self._queries(policy.method)
         self.configure(policy)
+
+    def _queries(self, method: Method) -> int:
+        """Return how many queries of a layer there is memory for: in rings, and staged ones."""
+        staged = 0 if method.query_plan().kind is QueryKind.NONE else len(self.deficits)
+        return queries_reserved(method, self._running) + staged
+
+    def check_memory(self, method: Method) -> None:
+        """Refuse, on a GPU, a method that keeps more queries than the first one."""
+        if self.shape.device.type != "cpu":
+            refuse_more_queries(method, self._queries(method), self._reserved)
 
     def configure(self, policy: BackendPolicy) -> None:
         self.rows = WorkerRows(policy, self.shape, self._frequencies)
         self.labels = policy.method.compresses
         self.keeps_queries = self.rows.rings.rings > 0 or self.rows.wants_sums
         self.rows.rings.before_growth = self.wait_for_forward
-        requests = len(self.deficits) - 1
         if self.keeps_queries and self._staged is None:
             shape = self.shape
-            size = (shape.layers, requests + 1, shape.q_heads, shape.head_dim)
+            size = (shape.layers, len(self.deficits), shape.q_heads, shape.head_dim)
             self._staged = torch.zeros(size, dtype=shape.dtype, device=shape.device)
         if self.shape.device.type != "cpu":
-            # Half of the requests run at once (`engine.flags`); the others are sessions at rest.
-            self.rows.reserve(-(-requests // 2))
+            self.rows.reserve(self._running)
 
     def wait_for_forward(self) -> None:
         """Let what follows on the device wait for the forward that may still run."""

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from vllm.logger import init_logger
+from vllm.platforms import current_platform
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
@@ -19,6 +20,7 @@ from agentbench_kv.engines.core.control import (
 )
 from agentbench_kv.engines.core.ledger import OwnBest, StepPlan
 from agentbench_kv.engines.core.policy import BackendPolicy
+from agentbench_kv.engines.core.rings import queries_reserved, refuse_more_queries
 from agentbench_kv.engines.vllm.plugin.blocks import SessionBlocks
 from agentbench_kv.engines.vllm.plugin.launch import (
     bytes_per_token,
@@ -33,6 +35,7 @@ from agentbench_kv.engines.vllm.plugin.sessions import (
     VllmSessions,
     extra_arguments,
 )
+from agentbench_kv.methods.base import Method
 
 logger = init_logger("vllm.kvbench")
 
@@ -51,6 +54,7 @@ class EvictingScheduler(Scheduler):
         self.lock = threading.RLock()
         self._policy = BackendPolicy.load()
         refuse_wrong_results(self.vllm_config, self.kv_cache_config, self._policy.method)
+        self._reserved = self._queries(self._policy.method)
         self._new_method: dict[str, Any] | None = None
         self.preempted = 0
         workers = self.vllm_config.parallel_config.tensor_parallel_size
@@ -107,10 +111,19 @@ class EvictingScheduler(Scheduler):
             return super().finish_requests(*args, **kwargs)
 
     def use(self, method: dict[str, Any]) -> None:
-        self._policy = self._policy.with_method(method)
-        self.sessions.method = self._policy.method
+        """Go on with another method; ValueError, and nothing has changed, if a start refuses it."""
+        policy = self._policy.with_method(method)
+        refuse_wrong_results(self.vllm_config, self.kv_cache_config, policy.method)
+        if not current_platform.is_cpu():
+            refuse_more_queries(policy.method, self._queries(policy.method), self._reserved)
+        self._policy = policy
+        self.sessions.method = policy.method
         self.sessions.prefixes.clear()
         self._new_method = method
+
+    def _queries(self, method: Method) -> int:
+        """Return how many queries of a layer every worker reserves memory for."""
+        return queries_reserved(method, self.vllm_config.scheduler_config.max_num_seqs)
 
     def _take_best(self, best: OwnBest) -> None:
         session = self.sessions.by_request.get(best.request)
