@@ -230,8 +230,9 @@ class EvictingScheduler(Scheduler):
     def _missing(self, request: Any) -> int:
         """Return how many more blocks must be free before vLLM lets a request in beside others."""
         prefix = self.sessions.found(self.sessions.by_request[request.request_id])
-        needed = self._request_remaining_blocks(request) + self.kv_cache_manager.watermark_blocks
-        return needed - (len(prefix.blocks) if prefix else 0) - self.sessions.blocks.free
+        found = len(prefix.blocks) if prefix else 0
+        needed: int = self._request_remaining_blocks(request) - found
+        return needed + int(self.kv_cache_manager.watermark_blocks) - self.sessions.blocks.free
 
     def _put_back_last(self, request: Any) -> bool:
         """Free the rows of the last other request that waits with some; False if none does.
