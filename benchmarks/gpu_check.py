@@ -243,7 +243,7 @@ def check_graphs(_: float = 0.0) -> Outcome:
     rings = QueryBuffer(QueryPlan(QueryKind.RECENT, 4), shape)
     rings.reserve(2)
     capture = QueryCapture()
-    capture.connect({"a": 0, "b": 1}, rings, keep_all=False)
+    capture.connect({"a": 0, "b": 1}, rings)
     capture.allocate(8, 2, (8, 64), torch.empty(0, dtype=shape.dtype, device=device))
     queries = torch.zeros(8, 8, 64, dtype=shape.dtype, device=device)
     slots = torch.tensor([5, 2, 7], device=device)

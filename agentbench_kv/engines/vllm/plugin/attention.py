@@ -75,9 +75,12 @@ class CapturingImpl:
     scale: float
 
     def forward(self, layer: Any, query: Any, *args: Any, **kwargs: Any) -> Any:
-        CAPTURE.see(layer.layer_name, as_methods_see(query, self.scale))
+        seen = as_methods_see(query, self.scale)
+        CAPTURE.see(layer.layer_name, seen)
         attention: Any = super()
-        return attention.forward(layer, query, *args, **kwargs)
+        output = attention.forward(layer, query, *args, **kwargs)
+        CAPTURE.attended(layer.layer_name, seen)
+        return output
 
 
 def capturing(name: str, backend: Any, impl: Any, builder: Any) -> Any:

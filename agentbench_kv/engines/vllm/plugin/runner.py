@@ -5,7 +5,8 @@ Physical lengths go into a forward, its queries come out, rows move between forw
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -35,6 +36,16 @@ if current_platform.is_cpu():
 else:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner as BaseRunner
     from vllm.v1.worker.gpu_worker import Worker as BaseWorker
+
+
+@dataclass(frozen=True)
+class SummedPart:
+    """A session's part of a step whose attention is added up."""
+
+    first: int  # row of the packed step
+    # Whose sums: the session's, and those of a prefix that it leaves. Rows fed, and rows then live.
+    ends: Sequence[tuple[str, int, int]]
+    store: RowStore
 
 
 class EvictingRunner(BaseRunner):
@@ -96,7 +107,6 @@ class EvictingRunner(BaseRunner):
         LOGICAL.end()
         if scheduler_output.total_num_scheduled_tokens:
             CAPTURE.finish()
-            self._kvbench_sum()
             for request, order in plan.after.items():
                 self._kvbench_remove(order)
                 self._kvbench_shorten(request, order)
@@ -176,7 +186,8 @@ class EvictingRunner(BaseRunner):
             first = int(batch.num_computed_tokens_cpu[row])
             tokens = batch.token_ids_cpu[row, first : first + int(num_scheduled[row])].tolist()
             fed.append(Fed(plan.sessions[request], first, tokens))
-        self._kvbench_fed = fed
+        if self._kvbench_rows.wants_sums:
+            self._kvbench_parts = [*self._kvbench_summed(plan, fed)]
         write = self._kvbench_rows.feed(fed, plan.prompts, plan.left)
         CAPTURE.begin(write, int(num_scheduled.sum()))
 
@@ -195,28 +206,29 @@ class EvictingRunner(BaseRunner):
         if row is not None:
             self._kvbench_table.add_row(kept, row)
 
-    def _kvbench_sum(self) -> None:
-        """Add up the attention this step's queries gave, for methods that rank by it."""
-        rows = self._kvbench_rows
-        if not rows.wants_sums:
-            return
-        start = 0
-        for part, request in zip(self._kvbench_fed, self.input_batch.req_ids, strict=False):
-            live = part.first_position + len(part.tokens)
-            live -= self._kvbench_plan.deficits.get(request, 0)
-            state = self.requests[request]
-            blocks = state.block_ids[self._kvbench_group]
-            store = self._kvbench_store(blocks, live)
+    def _kvbench_summed(self, plan: StepPlan, fed: Sequence[Fed]) -> Iterator[SummedPart]:
+        """Describe a step's parts, in the order of its rows, for `_kvbench_sum`."""
+        first = 0
+        for part, request in zip(fed, self.input_batch.req_ids, strict=False):
+            live = part.first_position + len(part.tokens) - plan.deficits.get(request, 0)
             ends = [(part.session, len(part.tokens), live)]
-            if end := self._kvbench_plan.left.get(part.session):
+            if end := plan.left.get(part.session):
                 ends.append((end.name, end.tokens - part.first_position, end.tokens))
-            for layer in range(rows.shape.layers):
-                sinks = getattr(self._kvbench_layers[layer].impl, "sinks", None)
-                keys = store.keys(layer)
-                for name, tokens, held in ends:
-                    queries = CAPTURE.queries(layer, start, tokens)
-                    rows.sums.add(name, layer, queries, keys[:, :held], sinks)
-            start += len(part.tokens)
+            blocks = self.requests[request].block_ids[self._kvbench_group]
+            yield SummedPart(first, ends, self._kvbench_store(blocks, live))
+            first += len(part.tokens)
+
+    def _kvbench_sum(self, layer: int, queries: Tensor) -> None:
+        """Add up what one layer's queries [rows, q_heads, head_dim] of this step attend to.
+
+        As the layer runs, or from the buffers: so one layer's queries and keys are held at a time.
+        """
+        sinks = getattr(self._kvbench_layers[layer].impl, "sinks", None)
+        for part in self._kvbench_parts:
+            keys = part.store.keys(layer)
+            for name, tokens, live in part.ends:
+                mine = queries[part.first : part.first + tokens].transpose(0, 1)
+                self._kvbench_rows.sums.add(name, layer, mine, keys[:, :live], sinks)
 
     def _kvbench_store(self, blocks: list[int], live: int) -> RowStore:
         if self.device.type == "cpu":
@@ -267,7 +279,7 @@ class EvictingRunner(BaseRunner):
         if rows is None or rows.policy is not policy or rows.shape != shape:
             rows = WorkerRows(policy, shape, rope_frequencies(policy).to(self.device))
         names = {layer.layer_name: index for index, layer in enumerate(layers)}
-        CAPTURE.connect(names, rows.rings, keep_all=rows.wants_sums)
+        CAPTURE.connect(names, rows.rings, self._kvbench_sum if rows.wants_sums else None)
         self._kvbench_layers = layers
         self._kvbench_rows = rows
         self._kvbench_moved = []
