@@ -85,6 +85,17 @@ class LayerView:
     sums: Tensor | None = None
 
 
+BLOCK_DOUBLES = 1 << 21  # of each kind, in float64, that a method computes with at the same time
+
+
+def at_once(each: int) -> int:
+    """Return how many heads or rows to take at a time, each with so many numbers in float64.
+
+    An engine has no memory put by for events, and keys in float64 are four times the cache's.
+    """
+    return max(1, BLOCK_DOUBLES // max(1, each))
+
+
 def in_order(vectors: Tensor, order: Tensor | None) -> Tensor:
     """Return vectors [kv_heads, tokens, head_dim] in an order [kv_heads, tokens]; None: as is."""
     if order is None:

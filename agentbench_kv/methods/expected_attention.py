@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from agentbench_kv.errors import PrerequisiteError
-from agentbench_kv.methods.base import Method, Queries, ScoreContext
+from agentbench_kv.methods.base import Method, Queries, ScoreContext, at_once
 from agentbench_kv.methods.calibration import Calibration
 from agentbench_kv.params import param
 
@@ -54,22 +54,21 @@ class ExpectedAttention(Method):
                 f"{self.name} has no calibration with covariances; make one: kvbench calibrate"
             )
         known = known.on(keys.device)
-        # In float64, so that equal keys get equal scores however a matrix product is split up.
-        grouped = keys.double()[:, None] / math.sqrt(keys.shape[-1])
         turn = self._mean_turn(known, context.next_position)
         pairs = known.mean[context.layer].to(torch.complex128)
-        mean = torch.cat((pairs.real, pairs.imag), -1) @ turn.T
-        heads, group = keys.shape[0], len(mean) // keys.shape[0]
-        logits = (grouped @ mean.reshape(heads, group, -1, 1))[..., 0]
+        mean = (torch.cat((pairs.real, pairs.imag), -1) @ turn.T).reshape(len(keys), -1, len(turn))
+        spread = None
         if self.spread == "on":
             spread = turn @ covariance[context.layer].double() @ turn.T
-            turned = grouped @ spread.reshape(heads, group, *spread.shape[1:])
-            logits = logits + (turned * grouped).sum(-1) / 2
+            spread = spread.reshape(*mean.shape, -1)
+        size = at_once(mean.numel())
+        logits = torch.cat([_logits(part, mean, spread) for part in keys.split(size, 1)], -1)
         sinks = context.positions[:, None] < self.sinks
-        expected: Tensor = logits.masked_fill(sinks, -torch.inf).softmax(-1).mean(1)
+        expected: Tensor = logits.masked_fill_(sinks, -torch.inf).softmax(-1).mean(1)
         if self.values == "off":
             return expected
-        norms: Tensor = context.values.double().norm(dim=-1)
+        parts = context.values.split(size, 1)
+        norms = torch.cat([part.double().norm(dim=-1) for part in parts], -1)
         return (expected + self.epsilon) * norms
 
     def _mean_turn(self, known: Calibration, now: int) -> Tensor:
@@ -78,3 +77,17 @@ class ExpectedAttention(Method):
         angles = places[:, None].double() * known.frequencies.double()
         cos, sin = torch.diag(angles.cos().mean(0)), torch.diag(angles.sin().mean(0))
         return torch.cat((torch.cat((cos, -sin), 1), torch.cat((sin, cos), 1))) * known.scale
+
+
+def _logits(keys: Tensor, mean: Tensor, spread: Tensor | None) -> Tensor:
+    """Return k·m/√d + kᵀSk/2d of keys [kv_heads, tokens, d], as [kv_heads, group, tokens].
+
+    Means m are [kv_heads, group, d], covariances S [kv_heads, group, d, d] or left out. All is in
+    float64, so that equal keys get equal scores however a matrix product is split up.
+    """
+    rows = keys.double() / math.sqrt(keys.shape[-1])
+    logits = rows @ mean.mT
+    if spread is not None:
+        turned = rows @ spread.transpose(1, 2).flatten(2)
+        logits += turned.unflatten(-1, spread.shape[1::2]).mul_(rows[:, :, None]).sum(-1) / 2
+    return logits.mT

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from agentbench_kv.methods.base import Method, Queries, ScoreContext
+from agentbench_kv.methods.base import Method, Queries, ScoreContext, at_once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +29,12 @@ class KeyDiff(Method):
     ordered: ClassVar[bool] = True
 
     def score(self, queries: Queries, keys: Tensor, context: ScoreContext) -> Tensor:  # noqa: ARG002
-        own = normalize(keys.double(), dim=-1)
-        anchor = normalize(own.mean(1, keepdim=True), dim=-1)
-        return -(own * anchor).sum(-1)
+        some = keys.split(at_once(keys[:1].numel()))
+        return torch.cat([_unlike_the_mean(part) for part in some])
+
+
+def _unlike_the_mean(keys: Tensor) -> Tensor:
+    """Score keys [kv_heads, tokens, head_dim] by their negative cosine to the head's mean."""
+    own = normalize(keys.double(), dim=-1)
+    anchor = normalize(own.mean(1, keepdim=True), dim=-1)
+    return -(own * anchor).sum(-1)

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from agentbench_kv.methods.base import Method, Queries, ScoreContext
+from agentbench_kv.methods.base import Method, Queries, ScoreContext, at_once
 from agentbench_kv.params import param
 
 
@@ -40,22 +40,26 @@ class LagKV(Method):
         first = (context.positions[0] < self.sinks).sum()
         places = torch.arange(tokens, device=keys.device)
         inside = (first + places[: most * self.lag]).clamp(max=tokens - 1)
-        key_parts, value_parts = (
-            rows[:, inside].reshape(heads, most, self.lag, -1).double()
+        size = at_once(keys[:1].numel())
+        of_keys, of_values = (
+            torch.cat([self._standing_out(part, inside) for part in rows.split(size)])
             for rows in (keys, context.values)
         )
-        found = _standing_out(key_parts) + _standing_out(value_parts)
+        found = of_keys + of_values
         ranks = (found.argsort(dim=-1, stable=True).argsort(-1) / self.lag).flatten(1).float()
         whole, places = (tokens - first) // self.lag, places - first
         ranked = (places >= 0) & (places < (whole - 1) * self.lag)
         return ranks[:, places.clamp(0, ranks.shape[1] - 1)].where(ranked, newest_first)
 
+    def _standing_out(self, rows: Tensor, inside: Tensor) -> Tensor:
+        """Score rows [kv_heads, tokens, head_dim], of which those `inside` are whole stretches.
 
-def _standing_out(parts: Tensor) -> Tensor:
-    """Score all but the last of stretches [kv_heads, stretches, lag, head_dim] by the next one."""
-    behind = parts[:, 1:]
-    low, high = behind.amin(2, keepdim=True), behind.amax(2, keepdim=True)
-    width = high - low
-    # A channel that is constant in the next stretch has no scale.
-    scaled = (parts[:, :-1] - low) / width.where(width > 0, torch.ones_like(width))
-    return scaled.std(-1).softmax(-1)
+        [kv_heads, stretches - 1, lag]: each by the next stretch, which the last one has not.
+        """
+        parts = rows[:, inside].reshape(len(rows), -1, self.lag, rows.shape[-1]).double()
+        behind = parts[:, 1:]
+        low, high = behind.amin(2, keepdim=True), behind.amax(2, keepdim=True)
+        width = high - low
+        # A channel that is constant in the next stretch has no scale.
+        scaled = (parts[:, :-1] - low) / width.where(width > 0, torch.ones_like(width))
+        return scaled.std(-1).softmax(-1)

@@ -11,9 +11,17 @@ import torch
 
 from agentbench_kv.analysis.replay import MethodInput
 from agentbench_kv.conformance.methods import calibrated
-from agentbench_kv.conformance.scenes import CacheShape, make_scene
+from agentbench_kv.conformance.scenes import CacheShape, made_up_calibration, make_scene
 from agentbench_kv.errors import PrerequisiteError
-from agentbench_kv.methods.base import LayerView, Method, Queries, QueryKind, QueryPlan
+from agentbench_kv.methods import base
+from agentbench_kv.methods.base import (
+    LayerView,
+    Method,
+    Queries,
+    QueryKind,
+    QueryPlan,
+    ScoreContext,
+)
 from agentbench_kv.registry import make_method
 
 
@@ -245,6 +253,54 @@ def test_triattention_per_query_head_statistics_are_used():
         method
     ).scores.isnan()
     assert same.all(-1).tolist() == [[True, True], [True, False]]
+
+
+# -- methods that compute in float64
+
+
+def float64_scene(spec, settings):
+    shape = CacheShape(layers=1, kv_heads=3, group=2, head_dim=16)
+    method = make_method(spec, 40, settings)
+    made = made_up_calibration(1, shape.q_heads, 1e4 ** -torch.linspace(0, 1, 8))
+    return method.with_calibration(made), make_scene(method, 131, shape=shape)
+
+
+@pytest.mark.parametrize("block", [1, 131 * 16, 2 * 131 * 16])
+@pytest.mark.parametrize(("spec", "settings"), [("keydiff", {}), ("lagkv", {"lag": 16})])
+def test_some_heads_at_a_time_score_as_all_of_them(spec, settings, block, monkeypatch):
+    method, scene = float64_scene(spec, settings)
+    whole = scene.select(method)
+    monkeypatch.setattr(base, "BLOCK_DOUBLES", block)
+    parts = scene.select(method)
+    assert torch.equal(parts.scores.nan_to_num(), whole.scores.nan_to_num())
+    assert torch.equal(parts.kept, whole.kept)
+
+
+@pytest.mark.parametrize("block", [1, 700, 7000, 1 << 21])
+@pytest.mark.parametrize("settings", [{}, {"spread": "off"}, {"values": "off"}])
+def test_expected_attention_of_some_rows_at_a_time(settings, block, monkeypatch):
+    """As in float64 over all rows at once, keys and their products with every covariance."""
+    monkeypatch.setattr(base, "BLOCK_DOUBLES", block)
+    method, scene = float64_scene("expected-attention", settings)
+    (view,), (queries,) = scene.layers, scene.queries
+    context = ScoreContext(
+        positions=view.positions, cached=view, now=scene.now, budget=40, layer=0,
+        next_position=scene.now,
+    )  # fmt: skip
+    found = method.score(queries, view.keys, context)
+
+    known, keys = method.calibration, view.keys.double()[:, None] / 16**0.5
+    turn = method._mean_turn(known, scene.now)
+    means = torch.cat((known.mean[0].real, known.mean[0].imag), -1).double() @ turn.T
+    logits = (keys @ means.reshape(3, 2, 16, 1))[..., 0]
+    if method.spread == "on":
+        spread = (turn @ known.covariance[0].double() @ turn.T).reshape(3, 2, 16, 16)
+        logits += ((keys @ spread) * keys).sum(-1) / 2
+    logits = logits.masked_fill(view.positions[:, None] < method.sinks, -torch.inf)
+    expected = logits.softmax(-1).mean(1)
+    if method.values == "on":
+        expected = expected * view.values.double().norm(dim=-1)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
 
 
 # -- random

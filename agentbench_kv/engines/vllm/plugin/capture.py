@@ -8,7 +8,6 @@ from torch import Tensor
 
 from agentbench_kv.engines.core.rings import QueryBuffer, RingWrite
 
-
 # Adds up what one layer's queries [rows, q_heads, head_dim] of a forward attend to.
 AddSums = Callable[[int, Tensor], None]
 
