@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, SupportsInt
+from typing import Any, SupportsInt, cast
 
 import torch
 from torch import Tensor
@@ -21,23 +21,31 @@ def to_device(numbers: Any, device: torch.device, dtype: torch.dtype = torch.int
 
 
 class Arriving:
-    """A number on its way from a device to the host, which goes on until it reads it with `int`.
+    """Numbers on their way from a device to the host, which goes on until it reads them.
 
-    Read once the host has waited for something later on the same stream, it is there already.
+    Read once the host has waited for something later on the same stream, they are there already.
     """
 
-    def __init__(self, number: SupportsInt) -> None:
-        self._number = number
+    def __init__(self, numbers: SupportsInt) -> None:
+        self._numbers = numbers
         self._copied: torch.cuda.Event | None = None
-        if isinstance(number, Tensor) and number.device.type == "cuda":
-            self._number = torch.empty_like(number, device="cpu", pin_memory=True)
-            self._number.copy_(number, non_blocking=True)
-            self._copied = torch.cuda.current_stream(number.device).record_event()
+        if isinstance(numbers, Tensor) and numbers.device.type == "cuda":
+            self._numbers = torch.empty_like(numbers, device="cpu", pin_memory=True)
+            self._numbers.copy_(numbers, non_blocking=True)
+            self._copied = torch.cuda.current_stream(numbers.device).record_event()
 
     def __int__(self) -> int:
+        return int(self._there())
+
+    def tolist(self) -> list[int]:
+        """Return the numbers of a tensor of one dimension."""
+        numbers: list[int] = cast("Tensor", self._there()).tolist()
+        return numbers
+
+    def _there(self) -> SupportsInt:
         if self._copied is not None:
             self._copied.synchronize()
-        return int(self._number)
+        return self._numbers
 
 
 def used_here(*tensors: Tensor) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from agentbench_kv.engines.core.transfers import to_device
 from agentbench_kv.kernels import dispatch, torch_backend
@@ -65,13 +66,20 @@ class Launched:
         return torch.zeros((), dtype=torch.int64, device=kept.device)
 
 
+# The last ones copy indices and values that are not where the tensor is.
+_COPY = {
+    getattr(torch.ops.aten, name)
+    for name in ("_to_copy", "copy_", "index", "index_put", "index_put_")
+}
+
+
 class NoCopies(TorchDispatchMode):
     """Refuses copies between host and device, but for those of `to_device`."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.overloadpacket in (torch.ops.aten._to_copy, torch.ops.aten.copy_):
-            places = {each.device.type for each in args if isinstance(each, Tensor)}
+        if func.overloadpacket in _COPY:
+            places = {each.device.type for each in tree_leaves(args) if isinstance(each, Tensor)}
             places.add(torch.device(kwargs.get("device") or args[0].device).type)
             if len(places) > 1 and not called_by(to_device):
                 raise AssertionError(f"{func} between {places} waits for the device")

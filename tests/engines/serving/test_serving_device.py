@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +26,7 @@ from agentbench_kv.engines.core.prefixes import PrefixTable
 from agentbench_kv.engines.core.rings import AttentionSums, QueryBuffer, RingWrite, RowShape
 from agentbench_kv.engines.core.rows import Fed, PagedStore, WorkerRows
 from agentbench_kv.engines.core.transfers import Arriving, to_device, used_here
+from agentbench_kv.engines.sglang.plugin.hooks import Patches
 from agentbench_kv.engines.sglang.plugin.prefixes import SharedPrefixes
 from agentbench_kv.engines.sglang.plugin.runtime import Runtime
 from agentbench_kv.engines.sglang.plugin.sessions import SglangSessions
@@ -144,22 +146,90 @@ def meta_worker(method: Method, page: int) -> DeviceWorker:
     return worker
 
 
-def request(name: str, row: int, tokens: int) -> Any:
+def request(name: str, row: int | None, tokens: int, given: list[int]) -> Any:
+    """A session's first turn, of which 20 tokens are the system's."""
     ids = list(range(tokens))
-    wishes = {"kvbench": {"phases": asdict(PromptPhases("token-id"))}}
+    prompt = PromptPhases("token-id", {}, ((0, 9), (1, 9), (2, tokens - 18)), tokens, 20)
+    wishes = {"kvbench": {"phases": asdict(prompt), "given": given}}
     return SimpleNamespace(
         rid=name, session=SimpleNamespace(session_id=name, streaming=True), origin_input_ids=ids,
         sampling_params=SimpleNamespace(max_new_tokens=99, ignore_eos=True, custom_params=wishes),
         output_ids=[], fill_ids=ids, prefix_indices=[], req_pool_idx=row, extend_input_len=tokens,
-        kv_committed_len=tokens, kv_allocated_len=tokens,
+        kv_committed_len=tokens, kv_allocated_len=tokens, cache_protected_len=0,
     )  # fmt: skip
 
 
-def forward(worker: DeviceWorker, decode: bool, rows: int, indices: Tensor) -> None:
-    mode = SimpleNamespace(is_decode=lambda: decode)
-    queries = torch.zeros(rows, 4, 8, dtype=torch.bfloat16, device="meta")
-    for layer in range(2):
-        worker.observe(layer, queries, SimpleNamespace(forward_mode=mode, req_pool_indices=indices))
+class Version(Sglang0512):
+    """0.5.12 with slots of our own, as SGLang is not here."""
+
+    def slot(self, row: int, rows: int, shared: int) -> Any:
+        return SimpleNamespace(
+            req_pool_idx=row, kv_committed_len=rows, kv_allocated_len=rows,
+            cache_protected_len=shared,
+        )  # fmt: skip
+
+
+class Play:
+    """SGLang's scheduler and its forwards on the device `meta`, with our hooks."""
+
+    def __init__(self, method: Method, page: int) -> None:
+        self.worker = meta_worker(method, page)
+        version = Version()
+        self.sessions = SglangSessions(
+            method, 1, page, lambda _: pytest.fail("no stop text was asked for")
+        )
+        self.freed: list[Tensor] = []
+        self.slots: dict[str, Any] = {}
+        scheduler = SimpleNamespace(
+            req_to_token_pool=SimpleNamespace(free_slots=[3, 2]),
+            tree_cache=SimpleNamespace(slots=self.slots),
+        )
+        compactor = Compactor(self.worker, SimpleNamespace(free=self.freed.append))
+        self.prefixes = SharedPrefixes(self.sessions, self.worker, scheduler, version)
+        self.steps = Steps(self.sessions, self.worker, compactor, self.prefixes, version)
+        self.hooks = Patches(self.worker.rows.policy, version)
+        self.hooks._runtime = self  # type: ignore[assignment]
+        self.attended = 0
+
+    def prefill(self, requests: list[Any]) -> None:
+        for each in requests:
+            session = self.sessions.begin(each)
+            self.prefixes.offer(session)
+            assert self.prefixes.may_begin(session)
+            if slot := self.slots.get(session.name):
+                each.req_pool_idx = slot.req_pool_idx
+                each.prefix_indices = each.fill_ids[: slot.kv_committed_len]
+        self.hooks.prepare_for_extend(lambda _: None, SimpleNamespace(reqs=requests))
+        rows = sum(len(each.fill_ids) - len(each.prefix_indices) for each in requests)
+        self._forward(requests, rows, decode=False)
+
+    def decode(self, batch: Any) -> None:
+        self.steps.prepare(batch)
+        self.hooks.prepare_for_decode(lambda _: None, batch)
+        # A graph's batch, of which two are padding.
+        self._forward(batch.reqs, 4, decode=True)
+
+    def attend(self, *_: Any) -> None:
+        self.attended += 1
+
+    def _forward(self, requests: list[Any], rows: int, *, decode: bool) -> None:
+        mode = SimpleNamespace(is_decode=lambda: decode, is_idle=lambda: False)
+        numbers = partial(torch.zeros, dtype=torch.int64, device="meta")
+        forward = SimpleNamespace(
+            forward_mode=mode, positions=numbers(rows), extend_num_tokens=rows,
+            req_pool_indices=numbers(rows if decode else len(requests)),
+            extend_seq_lens=numbers(len(requests)),
+        )  # fmt: skip
+        batch = SimpleNamespace(reqs=requests)
+        self.hooks.init_new(lambda *_: forward, None, batch, None)
+        queries = torch.zeros(rows, 32, dtype=torch.bfloat16, device="meta")
+        for number in range(2):
+            layer = SimpleNamespace(
+                layer_id=number, tp_q_head_num=4, qk_head_dim=8, scaling=8**-0.5
+            )
+            self.hooks.forward(self.attend, None, queries, None, None, layer, forward)
+        drawn = torch.zeros(len(requests), dtype=torch.int32, device="meta")
+        assert self.hooks.sample(lambda *_: drawn, None, None, forward).shape == drawn.shape
 
 
 # Method, settings, and for what its events wait; decision 55 says the same.
@@ -178,7 +248,8 @@ WAITING: list[tuple[str, dict[str, Any], str]] = [
 
 def method_of(name: str, settings: dict[str, Any], statistics: str = "meta") -> Method:
     """Build a method for sessions of a few tokens; statistics, if any, lie on a device."""
-    method = make_method(name, 16, {"interval": 3, **ranking()[name], **settings})
+    budget = 48 if "prefix" in settings else 16
+    method = make_method(name, budget, {"interval": 3, **ranking()[name], **settings})
     known = made_up_calibration(2, 4, torch.ones(4), 1.0)
     return method.with_calibration(known if statistics == "cpu" else on_meta(known))
 
@@ -196,7 +267,11 @@ def on_meta(known: Calibration) -> Calibration:
 @pytest.mark.usefixtures("no_waiting")
 @pytest.mark.parametrize(
     ("name", "settings"),
-    [*((name, {}) for name in ranking()), ("agentkv", {"kept_set": "per_layer"})],
+    [
+        *((name, {}) for name in ranking()),
+        ("agentkv", {"kept_set": "per_layer"}),
+        *((name, {"protect": "system", "prefix": "shared"}) for name in ranking()),
+    ],
 )
 @pytest.mark.parametrize("page", [1, 16])
 def test_no_step_waits_for_the_device(name: str, settings: dict[str, Any], page: int) -> None:
@@ -232,9 +307,10 @@ def test_what_a_forward_may_still_read_waits_for_it_on_the_device(
         work = getattr(holder, name)
         monkeypatch.setattr(holder, name, lambda *given: [done.append(said), work(*given)][1])
 
-    def watch(worker: DeviceWorker) -> None:
+    def watch(run: Play) -> None:
+        worker = run.worker
         worker.forwards = "forwards"
-        noted(worker, "observe", "forward")
+        noted(run, "attend", "forward")
         noted(worker.rows.rings, "write_all", "takes its queries")
         noted(worker.rows, "remove", "moves its rows")
 
@@ -246,39 +322,44 @@ def test_what_a_forward_may_still_read_waits_for_it_on_the_device(
         assert "waits for forwards" in since, done[: i + 1]
 
 
-def play(method: Method, page: int, watch: Callable[[DeviceWorker], None] = lambda _: None) -> None:
-    """Prefill two sessions and decode until each had two events."""
-    worker = meta_worker(method, page)
-    watch(worker)
-    sessions = SglangSessions(method, 1, 1, lambda _: pytest.fail("no stop text was asked for"))
-    freed: list[Tensor] = []
-    compactor = Compactor(worker, SimpleNamespace(free=freed.append))
-    prefixes = SharedPrefixes(sessions, worker, None, Sglang0512())
-    steps = Steps(sessions, worker, compactor, prefixes, Sglang0512())
-    both = [request("a", 1, 20), request("b", 2, 25)]
-    held = [sessions.begin(each) for each in both]
-    steps.prefill(both)
-    forward(worker, False, 45, torch.zeros(2, dtype=torch.int64, device="meta"))
-    lengths = torch.tensor([20, 25])
+def play(method: Method, page: int, watch: Callable[[Play], None] = lambda _: None) -> None:
+    """Prefill two sessions and decode until each had two events; one is given what it draws."""
+    run = Play(method, page)
+    watch(run)
+    shared = method.prefix == "shared"
+    first = request("a", 1, 52 if shared else 20, [])
+    second = request("b", None if shared else 2, 57 if shared else 25, [7] * 5)
+    both = [first, second]
+    prefills = [[first], [second]] if shared else [both]
+    for each in prefills:
+        run.prefill(each)
+    held = [run.sessions.sessions[name] for name in "ab"]
+    lengths = torch.tensor([each.ledger.live for each in held])
     batch = SimpleNamespace(
         reqs=both, seq_lens=torch.zeros(2, dtype=torch.int64, device="meta"),
-        seq_lens_cpu=lengths, seq_lens_sum=45,
+        seq_lens_cpu=lengths, seq_lens_sum=int(lengths.sum()),
     )  # fmt: skip
     for step in range(1, 9):
         for each in both:
             each.output_ids = list(range(step))
-        steps.prepare(batch)
-        steps.decode(both)
-        forward(worker, True, 4, torch.zeros(4, dtype=torch.int64, device="meta"))
+        run.decode(batch)
         batch.seq_lens_cpu = batch.seq_lens_cpu + 1
         for each in both:
             each.kv_committed_len += 1
             each.kv_allocated_len += 1
     assert [len(each.ledger.stats.events) for each in held] == [2, 2]
-    assert len(freed) == 4
-    # How many rows moved nobody has asked yet; who does so now reads the device.
-    with pytest.raises(RuntimeError, match="meta"):
-        held[0].ledger.snapshot()
+    assert len(run.freed) == 4
+    assert run.attended == 2 * (len(prefills) + 8)
+    rows = 20 // page * page if shared else 0
+    assert [each.ledger.stats.shared for each in held] == [rows, rows]
+    assert held[1].ledger.stats.cached_tokens == rows
+    # What it would have drawn is still on the device, and how many rows moved nobody has asked yet.
+    assert held[0].given is None
+    assert held[1].given is not None
+    assert sorted(held[1].given.best) == [*range(5)]
+    for read in (held[0].ledger.snapshot, held[1].given.own):
+        with pytest.raises(RuntimeError, match="meta"):
+            read()
 
 
 @pytest.mark.usefixtures("no_waiting")
@@ -291,6 +372,8 @@ def test_the_fake_device_notices_who_waits() -> None:
         lambda: torch.tensor([1], device="meta"),
         lambda: torch.tensor([1]).to("meta"),
         lambda: there.copy_(torch.zeros(3)),
+        lambda: there[torch.arange(2)],
+        lambda: there.index_put_((there.long(),), torch.zeros(3)),
         lambda: bool((there > 0).all()),
     ):
         with pytest.raises((AssertionError, RuntimeError, NotImplementedError)):
@@ -336,6 +419,10 @@ def test_a_number_comes_from_a_gpu_through_pinned_memory(monkeypatch: pytest.Mon
             done.append("read")
             return 42
 
+        def tolist(self) -> list[int]:
+            done.append("read all")
+            return [42]
+
     def empty_like(_like: Any, **how: Any) -> Any:
         done.append(f"made {how}")
         return Pinned()
@@ -351,7 +438,10 @@ def test_a_number_comes_from_a_gpu_through_pinned_memory(monkeypatch: pytest.Mon
     assert done == sent
     assert int(number) == 42
     assert done == [*sent, "waited", "read"]
+    assert number.tolist() == [42]
+    assert done == [*sent, "waited", "read", "waited", "read all"]
     assert [int(Arriving(held)) for held in (7, torch.tensor(8))] == [7, 8]
+    assert Arriving(torch.tensor([8, 9])).tolist() == [8, 9]
 
 
 class OnGpuTensor(Tensor):

@@ -20,13 +20,25 @@ from fake_device import Launched, ranking, refuse_waiting
 from torch import Tensor
 from vllm_stand_ins import DIM, HEADS, PLUGIN, Runner, cache_of, flash, made
 
-from agentbench_kv.engines.core.ledger import Eviction, EvictionOrder, RowsMoved, StepPlan
+from agentbench_kv.engines.core.ledger import (
+    Eviction,
+    EvictionOrder,
+    OwnBest,
+    PrefixEnd,
+    Rewind,
+    RowsMoved,
+    StepPlan,
+)
 from agentbench_kv.engines.core.policy import VARIABLE
+from agentbench_kv.engines.core.transfers import Arriving
 from agentbench_kv.phases.machine import PromptPhases
 from agentbench_kv.registry import load_method
 
 META = torch.device("meta")
 BLOCK, BUDGET = 16, 16
+SYSTEM = 16  # tokens of a system message, one block
+SHARED = {"protect": "system", "prefix": "shared"}
+WITH_SYSTEM = 48  # the budget, if that is protected
 
 
 @dataclass
@@ -38,16 +50,19 @@ class Turn:
     fed: int = 0
     live: int = 0
     events: int = 0
+    budget: int = BUDGET
+    known: bool = False
 
     @property
     def blocks(self) -> list[int]:
         return list(range(-(-self.live // BLOCK)))
 
     def order(self) -> EvictionOrder:
-        eviction = Eviction(self.live, BUDGET, self.fed, self.prompt)
+        system = SYSTEM if self.budget == WITH_SYSTEM else 0
+        eviction = Eviction(self.live, self.budget, self.fed, self.prompt, system)
         order = EvictionOrder(self.session, self.events, eviction, self.blocks)
         self.events += 1
-        self.live = BUDGET
+        self.live = self.budget
         return order
 
     @property
@@ -76,7 +91,15 @@ class Sampled:
     """As vLLM's output of a step, as far as we look."""
 
     sampled_token_ids: list[list[int]]
-    kvbench: list[RowsMoved] = field(default_factory=list)
+    kvbench: list[RowsMoved | OwnBest] = field(default_factory=list)
+
+    @property
+    def moved(self) -> list[RowsMoved]:
+        return [each for each in self.kvbench if isinstance(each, RowsMoved)]
+
+    @property
+    def best(self) -> list[OwnBest]:
+        return [each for each in self.kvbench if isinstance(each, OwnBest)]
 
 
 class Steps(Runner):
@@ -117,7 +140,12 @@ class Steps(Runner):
         assert scheduler_output.total_num_scheduled_tokens == num_scheduled.sum()
         return "prepared"
 
+    def _sample(self, *_: Any) -> Any:
+        drawn = torch.zeros(self.input_batch.num_reqs, 1, dtype=torch.int32, device=META)
+        return SimpleNamespace(sampled_token_ids=drawn)
+
     def sample_tokens(self) -> Sampled:
+        self._sample(None, None)
         Steps.waited = True
         return Sampled([[1]] * self.input_batch.num_reqs)
 
@@ -133,14 +161,24 @@ class Moved:
         return 5
 
 
-def step(runner: Any, turns: list[Turn], rows: Mapping[str, int], *, evict: bool) -> Sampled:
-    """Have the runner carry out a step as our scheduler plans it."""
-    plan = StepPlan()
+def arrived(numbers: Arriving) -> list[int]:
+    """What was drawn on the device, which the host may read at the same time as rows moved."""
+    assert Steps.waited, "read in a step"
+    (drawn,) = vars(numbers)["_numbers"].shape
+    return [9] * drawn
+
+
+def step(
+    runner: Any, turns: list[Turn], rows: Mapping[str, int], *, evict: bool, **more: Any
+) -> Sampled:
+    """Have the runner carry out a step as our scheduler plans it; `more` goes into the plan."""
+    plan = StepPlan(**more)
     for row, turn in enumerate(turns):
         runner.input_batch.num_computed_tokens_cpu[row] = turn.fed
         plan.sessions[turn.name] = turn.session
-        if not turn.fed:
+        if not turn.known:
             plan.prompts[turn.session] = PromptPhases("token-id")
+            turn.known = True
         if turn.fed != turn.live:
             plan.deficits[turn.name] = turn.fed - turn.live
         turn.fed += rows[turn.name]
@@ -163,12 +201,22 @@ def runner(
     """Our runner above `Steps`, with a cache; the parameter is a method and its settings."""
     name, settings = request.param
     monkeypatch.setattr(Launched, "compact_paged", lambda *_: Moved())
-    found, path = made(plugin, flash(plugin), name, tmp_path, budget=BUDGET, **settings)
+    monkeypatch.setattr(Arriving, "tolist", arrived)
+    budget = WITH_SYSTEM if "protect" in settings else BUDGET
+    size = budget if load_method(name).compresses else None
+    found, path = made(plugin, flash(plugin), name, tmp_path, budget=size, **settings)
     monkeypatch.setenv(VARIABLE, str(path))
     found.profile_run()
     layers = list(found.compilation_config.static_forward_context)
     found.initialize_kv_cache(cache_of(layers))
     return found
+
+
+def window_builder() -> Any:
+    attention: Any = sys.modules[f"{PLUGIN}.attention"]
+    builder = attention.CapturingFlash.get_builder_cls()()
+    builder.kv_cache_spec = Steps.window
+    return builder
 
 
 METHODS: list[tuple[str, dict[str, Any]]] = [
@@ -187,11 +235,8 @@ METHODS: list[tuple[str, dict[str, Any]]] = [
 def test_no_step_waits_for_the_device(
     runner: Any, graphs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    attention: Any = sys.modules[f"{PLUGIN}.attention"]
-    builder = attention.CapturingFlash.get_builder_cls()()
-    builder.kv_cache_spec = Steps.window
     turns = [Turn("a", 20), Turn("b", 25)]
-    runner.set_up(turns, builder)
+    runner.set_up(turns, window_builder())
     with refuse_waiting(monkeypatch):
         first = step(runner, turns, {"a": 20, "b": 25}, evict=True)
         assert first.kvbench == [RowsMoved(turn.session, 0, 5) for turn in turns]
@@ -204,3 +249,42 @@ def test_no_step_waits_for_the_device(
     assert [turn.fed for turn in turns] == [26, 31]
     assert runner.table.mapped == [(2, 2)] * 6
     assert runner.table.rows == {0: [0], 1: [0]}
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize(
+    "runner",
+    [
+        *((name, {**short, **SHARED}) for name, short in METHODS if short.get("positions") is None),
+        ("full-constrained", {"prefix": "shared"}),
+    ],
+    indirect=True,
+    ids=str,
+)
+def test_no_step_waits_that_takes_a_prefix_or_draws_what_is_given(
+    runner: Any, graphs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One session leaves a prefix and ends, another one begins with it and is given tokens."""
+    first, second = (Turn(name, rows, budget=WITH_SYSTEM) for name, rows in (("a", 52), ("b", 57)))
+    both, builder = [first, second], window_builder()
+    evicts = runner._kvbench_rows.policy.method.compresses
+    rows = runner._kvbench_rows
+    with refuse_waiting(monkeypatch):
+        runner.set_up([first], builder)
+        step(runner, [first], {"a": 52}, evict=evicts, left={first.session: PrefixEnd("p", SYSTEM)})
+        second.fed = second.live = SYSTEM  # which it finds
+        runner.set_up(both, builder)
+        begun, given = {second.session: "p"}, {"b": 7}
+        step(runner, both, {"a": 1, "b": 41}, evict=evicts, begun=begun, given=given)
+        runner.graphs = graphs
+        for number in range(1, 7):
+            due = evicts and number % 3 == 0
+            sampled = step(runner, both, {"a": 1, "b": 1}, evict=due, given=given)
+            assert sampled.best == [OwnBest("b", 9)]
+            assert len(sampled.moved) == 2 * due
+        runner.set_up([second], builder)
+        rests = first.order() if evicts else Rewind(first.session, 30)
+        step(runner, [second], {"b": 1}, evict=False, before=[rests], given=given, given_up=["p"])
+        assert set(rows._sessions) == {first.session, second.session}
+        step(runner, [second], {"b": 1}, evict=False, dropped=[first.session])
+    assert set(rows._sessions) == {second.session}

@@ -128,7 +128,7 @@ def flash(_plugin: Any) -> type:
 
 
 def made(
-    plugin: Any, impl: type, method: str, folder: Path, budget: int = 64, **settings: Any
+    plugin: Any, impl: type, method: str, folder: Path, budget: int | None = 64, **settings: Any
 ) -> Any:
     """Return our runner and the file of its policy."""
     policy = BackendPolicy(make_method(method, budget, settings), MICRO, folder / "socket")

@@ -58,7 +58,7 @@ class EvictingRunner(BaseRunner):
     _kvbench_layers: list[Any]  # vLLM's attention layers that evict, in order
     _kvbench_rows: WorkerRows
     _kvbench_moved: list[tuple[EvictionOrder, Arriving]]
-    _kvbench_best: tuple[list[str], Tensor] | None = None  # requests, and what they would draw
+    _kvbench_best: tuple[list[str], Arriving] | None = None  # requests, and what they would draw
 
     def profile_run(self, *args: Any, **kwargs: Any) -> None:
         """Take the memory of queries first, so that vLLM's cache takes what is left."""
@@ -146,7 +146,7 @@ class EvictingRunner(BaseRunner):
             mine = [requests[row] for row in rows]
             drawn = output.sampled_token_ids  # [requests, 1]
             at = to_device(rows, drawn.device)
-            self._kvbench_best = mine, drawn[at, 0]
+            self._kvbench_best = mine, Arriving(drawn[at, 0])
             tokens = [given[request] for request in mine]
             drawn[at, 0] = to_device(tokens, drawn.device, drawn.dtype)
         return output
