@@ -62,12 +62,12 @@ class ExpectedAttention(Method):
             spread = turn @ covariance[context.layer].double() @ turn.T
             spread = spread.reshape(*mean.shape, -1)
         size = at_once(mean.numel())
-        logits = torch.cat([_logits(part, mean, spread) for part in keys.split(size, 1)], -1)
+        logits = torch.cat([_logits(part, mean, spread) for part in torch.split(keys, size, 1)], -1)
         sinks = context.positions[:, None] < self.sinks
         expected: Tensor = logits.masked_fill_(sinks, -torch.inf).softmax(-1).mean(1)
         if self.values == "off":
             return expected
-        parts = context.values.split(size, 1)
+        parts = torch.split(context.values, size, 1)
         norms = torch.cat([part.double().norm(dim=-1) for part in parts], -1)
         return (expected + self.epsilon) * norms
 
@@ -89,5 +89,8 @@ def _logits(keys: Tensor, mean: Tensor, spread: Tensor | None) -> Tensor:
     logits = rows @ mean.mT
     if spread is not None:
         turned = rows @ spread.transpose(1, 2).flatten(2)
-        logits += turned.unflatten(-1, spread.shape[1::2]).mul_(rows[:, :, None]).sum(-1) / 2
+        logits += (
+            turned.reshape(*turned.shape[:-1], *spread.shape[1::2]).mul_(rows[:, :, None]).sum(-1)
+            / 2
+        )
     return logits.mT

@@ -29,7 +29,7 @@ class KeyDiff(Method):
     ordered: ClassVar[bool] = True
 
     def score(self, queries: Queries, keys: Tensor, context: ScoreContext) -> Tensor:  # noqa: ARG002
-        some = keys.split(at_once(keys[:1].numel()))
+        some = torch.split(keys, at_once(keys[:1].numel()))
         return torch.cat([_unlike_the_mean(part) for part in some])
 
 

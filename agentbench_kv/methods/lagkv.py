@@ -42,7 +42,7 @@ class LagKV(Method):
         inside = (first + places[: most * self.lag]).clamp(max=tokens - 1)
         size = at_once(keys[:1].numel())
         of_keys, of_values = (
-            torch.cat([self._standing_out(part, inside) for part in rows.split(size)])
+            torch.cat([self._standing_out(part, inside) for part in torch.split(rows, size)])
             for rows in (keys, context.values)
         )
         found = of_keys + of_values

@@ -74,9 +74,9 @@ class QueryCapture:
         Not of those in buffers: where a graph is replayed nobody comes by here.
         """
         layer = self._layers.get(layer_name)
-        wanted = self._add_sums is not None and len(query) > self.buffered
-        # No rows: vLLM tries itself out.
-        if layer is not None and wanted and self._rows:
+        if layer is None or self._add_sums is None or len(query) <= self.buffered:
+            return
+        if self._rows:  # none: vLLM tries itself out
             self._add_sums(layer, query[: self._rows])
 
     def finish(self) -> None:

@@ -214,7 +214,8 @@ class EvictingRunner(BaseRunner):
             ends = [(part.session, len(part.tokens), live)]
             if end := plan.left.get(part.session):
                 ends.append((end.name, end.tokens - part.first_position, end.tokens))
-            blocks = self.requests[request].block_ids[self._kvbench_group]
+            state = self.requests[request]
+            blocks = state.block_ids[self._kvbench_group]
             yield SummedPart(first, ends, self._kvbench_store(blocks, live))
             first += len(part.tokens)
 
