@@ -39,6 +39,8 @@ from agentbench_kv.results.files import json_bytes, write_atomic
 from agentbench_kv.results.tables.formats import FORMATS
 from agentbench_kv.results.tables.model import slug
 from agentbench_kv.serving_bench.jobs import K
+from agentbench_kv.serving_bench.measurements import serving_folders
+from agentbench_kv.serving_bench.tables import serving_tables
 
 KVBENCH = (sys.executable, "-c", "from agentbench_kv.cli import main; main()")
 ENGINES = ("embedded", "vllm", "sglang", "llamacpp")
@@ -331,7 +333,9 @@ def table(args: argparse.Namespace) -> None:
     with TemporaryDirectory() as folder:
         if args.out.is_file():
             unpack(args.out, Path(folder))
-        tables = shapes_tables(Path(folder) if args.out.is_file() else args.out)
+        out = Path(folder) if args.out.is_file() else args.out
+        # Loads that were measured one by one, as at equal memory, have no cells.
+        tables = shapes_tables(out) or serving_tables(serving_folders(sorted(out.glob("*"))))
     if not tables:
         raise UsageError(f"{args.out} holds no measured cell; start with the command `run`")
     print(FORMATS[args.format][1](tables), end="")

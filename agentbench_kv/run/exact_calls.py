@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
 from agentbench_kv.analysis.fidelity import FidelityCounts
 from agentbench_kv.engines.base import Engine
@@ -30,7 +31,7 @@ class ExactCalls:
     events: int  # evictions in those sessions, and times that a method dropped messages
     seconds: float  # that playing them took
     parts: Mapping[str, tuple[int, int]]  # right and asked of each session with calls
-    behind: Mapping[str, tuple[int, int]]  # of these, those of answers behind a first event
+    behind: Mapping[str, tuple[int, int]]  # of these, those of answers behind an event
 
 
 def exact_calls(
@@ -51,12 +52,17 @@ def exact_calls(
     behind: dict[str, tuple[int, int]] = {}
     events, began = 0, time.perf_counter()
     for number, recording in enumerate(recordings):
-        counts = {False: FidelityCounts(), True: FidelityCounts()}  # behind an event, or not yet
+        counts = {False: FidelityCounts(), True: FidelityCounts()}  # behind an event, or not
         session = _Session(engine, f"given|{number}|{recording.sample}", table)
         try:
             for turn in recording.turns:
                 session.read(turn)
-                _count(engine, session.name, turn.answer, counts[session.events > 0])
+                earlier, start = session.events, engine.stats(session.name).decode_tokens
+                same = _played(engine, session.name, turn.answer)
+                # An event of the prompt comes with the answer's first token.
+                late = earlier > 0 or session.first_event <= start + 1
+                counts[late].add_calls(same, same, [each is Phase.ACT for _, each in turn.answer])
+                counts[late].end_call()
                 session.log += turn.answer
         finally:
             events += session.close()
@@ -85,6 +91,12 @@ class _Session:
     def events(self) -> int:
         """How often something left it so far, as `ExactCalls.events` counts."""
         return self._events + len(self._engine.stats(self.name).events)
+
+    @property
+    def first_event(self) -> float:
+        """Tokens that were drawn before the engine's first event; endless without one."""
+        events = self._engine.stats(self.name).events
+        return events[0].decoded if events else inf
 
     def read(self, turn: RecordedTurn) -> None:
         """Add a turn's prompt, with the notes that a gateway would give."""
@@ -118,9 +130,8 @@ class _Session:
         return kept
 
 
-def _count(
-    engine: Engine, session: str, answer: Sequence[tuple[int, Phase]], counts: FidelityCounts
-) -> None:
+def _played(engine: Engine, session: str, answer: Sequence[tuple[int, Phase]]) -> list[bool]:
+    """Have the engine take an answer; return which of its tokens it would have drawn itself."""
     given = [token for token, _ in answer]
     generation = engine.force(session, given, predict=True)
     for _ in generation:
@@ -130,6 +141,4 @@ def _count(
             f"engine {engine.info.name!r} said what it would have drawn of {len(generation.best)} "
             f"of {len(given)} given tokens"
         )
-    right = [own == token for own, token in zip(generation.best, given, strict=True)]
-    counts.add_calls(right, right, [phase is Phase.ACT for _, phase in answer])
-    counts.end_call()
+    return [own == token for own, token in zip(generation.best, given, strict=True)]

@@ -40,7 +40,8 @@ _RATES = {
 }
 _ROUNDING = 1e-6
 _NEEDED = ("failed", SPEED)
-_OF_SERVER = ("environment", "model_sha", "attention", "device")  # the same for all arms
+_OF_SERVER = ("environment", "model_sha", "device")  # the same for all arms
+_OF_ARMS = ("as shipped", "plug-in")  # set-ups, in which others name an engine's version
 _COUNTS = TypeAdapter(dict[str, int])
 Parsed = TypeVar("Parsed")
 Key = tuple[str, str, str, int]  # a measurement's arm, shape, load and repetition
@@ -151,7 +152,7 @@ class Quality(BaseModel, frozen=True, extra="forbid"):
     calls: int = 0
     # Right and asked of each session with calls; older files have none.
     parts: dict[str, tuple[int, int]] = Field(default_factory=dict)
-    behind: dict[str, tuple[int, int]] | None = None  # of these, behind a session's first event
+    behind: dict[str, tuple[int, int]] | None = None  # of these, in answers behind an event
     events: int = 0  # evictions in those sessions
     seconds: float = 0.0  # that it took, beside the measured time
     reason: str = ""  # why it was not measured
@@ -209,8 +210,8 @@ class LoadMeasurement(BaseModel, frozen=True, extra="forbid"):
     @property
     def origin(self) -> str:
         """Where it was measured, in words and a digest: the machine, versions, code, weights."""
-        # llama.cpp's version is in its set-up, which arms have in common there.
-        engine = self.server.get("version") or self.server.get("setup")
+        setup = self.server.get("setup")
+        engine = self.server.get("version") or (None if setup in _OF_ARMS else setup)
         own = {name: self.server.get(name) for name in _OF_SERVER} | {"engine": engine}
         known = {**self.provenance, **{name: value for name, value in own.items() if value}}
         machine = known.get("hardware") or {}

@@ -102,7 +102,7 @@ def summarize_serving(
     for each in measured:
         groups[each.shape, each.load, each.arm].append(each)
     quality = _qualities(measured)
-    sent = Counter(each.arm for each in measured)
+    sent = _sent(plan, measured)
     cells, best = [], []
     for shape in plan.shapes:
         made = []
@@ -115,6 +115,15 @@ def summarize_serving(
         cells += made
         best += _best(made, groups, GOODPUT if plan.goodput else SPEED, plan.open_at_most)
     return ServingSummary(plan=plan, cells=cells, best=best, missing=list(missing))
+
+
+def _sent(plan: ServingPlan, measured: Iterable[LoadMeasurement]) -> Counter[str]:
+    """Count how often each arm's server was sent a load; those of one URL are one server."""
+    where = {arm.name: arm.url or arm.name for arm in plan.arms}
+    servers = Counter[str]()
+    for each in measured:
+        servers[where[each.arm]] += each.begun
+    return Counter({name: servers[server] for name, server in where.items()})
 
 
 def _qualities(measured: Iterable[LoadMeasurement]) -> dict[str, Quality]:

@@ -410,9 +410,9 @@ def _exact_note(found: Sequence[Quality]) -> list[str]:
     return [
         f"exact calls: of {of} those whose every token is the arm's own best (fidelity's "
         "calls_exact; full's share is calls_exact_full), with 95% intervals over sessions, where "
-        "there are enough; behind an event: of those in answers that began behind their session's "
-        "first, as others are the full cache's; answers given, played once an arm after a "
-        f"measurement, in {seconds:.1f} s beside the measured time"
+        "there are enough; behind an event: of those in answers that had one before or with their "
+        "first token; answers given, played once an arm after a measurement, in "
+        f"{seconds:.1f} s beside the measured time"
     ]
 
 

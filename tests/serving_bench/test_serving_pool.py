@@ -91,6 +91,7 @@ def test_what_an_engine_says_since_the_warm_up_is_counted(
     below._backend = SimpleNamespace(restarts=1)  # in the warm-up
     dropped: list[Any] = []
     monkeypatch.setattr(ServingEngine, "pool_peak", lambda _: 70)
+    monkeypatch.setattr(ServingEngine, "pool", lambda _: {"max_live_tokens": 9})
     monkeypatch.setattr(ServingEngine, "drop_prefixes", lambda own: dropped.append(own))
     engine = below
     if managed:
@@ -100,6 +101,7 @@ def test_what_an_engine_says_since_the_warm_up_is_counted(
         watch.begin()
         below._backend.restarts = 3
     assert (watch.restarts, watch.peak, dropped) == (2, 70, [below])
+    assert engine.pool() == {"max_live_tokens": 9}
 
 
 def test_prefixes_of_measurements_before_are_dropped_first() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from agentbench_kv.budget import Budget
 from agentbench_kv.engines.base import EngineOptions
 from agentbench_kv.errors import KVBenchError, PrerequisiteError
+from agentbench_kv.methods.base import Phase
 from agentbench_kv.methods.spans import Source, TurnNotes
 from agentbench_kv.registry import make_method
 from agentbench_kv.results.store import RunStore
@@ -115,6 +117,27 @@ def test_calls_in_front_of_an_event_are_not_behind_one(
     assert asked[False] > 0
     behind = sum(each for _, each in found.behind.values())
     assert 0 < behind < found.asked if late else behind == 0
+
+
+def test_an_answer_whose_own_prompt_was_compressed_is_behind_an_event(
+    recordings: list[Recording],
+) -> None:
+    """Only its first token saw the whole cache; with one answer a session there is no other."""
+    alone = []
+    for each in recordings:
+        whole = next(t for t in reversed(each.turns) if any(p is Phase.ACT for _, p in t.answer))
+        past = each.turns[: each.turns.index(whole)]
+        prompt = tuple(token for turn in past for token in (*turn.prompt, *turn.answer))
+        alone.append(replace(each, turns=(replace(whole, prompt=prompt + whole.prompt),)))
+    method = make_method("random", Budget.parse("64"), EVERY)
+    engine = start_engine("embedded", EngineOptions("micro", method, device="cpu"))
+    try:
+        found = exact_calls(engine, alone)
+    finally:
+        engine.shutdown()
+    assert found.events >= len(alone)
+    assert found.behind == found.parts
+    assert len(found.parts) == len(alone)
 
 
 def test_a_method_of_spans_is_told_who_wrote_what(

@@ -14,6 +14,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
+import serving_shapes
 from serving_shapes_records import pack, unpack
 from serving_shapes_table import shapes_tables
 
@@ -30,6 +31,7 @@ COLUMNS = {
     "TTFT turn 1, s": "TTFT turn 1 s",
     "TTFT turns 2+, s": "TTFT turns 2+ s",
     "output tok/s": "output tok/s",
+    "of `full@prefix`": "of `full@prefix`",
 }
 SECTIONS = {
     "Whole sessions at 8k": "0.5b-instruct-8192",
@@ -44,7 +46,8 @@ class Measured(NamedTuple):
     """A row of the records' tables."""
 
     place: str
-    method: str
+    engine: str
+    arm: str
     values: dict[str, float]
 
 
@@ -84,7 +87,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> list[Measured]:
         whole = tmp_path_factory.mktemp("records")
         unpack(file, whole)
         found += list(rows(whole))
-        for name in sorted({path.name for path in whole.glob("*/*/rep*")}):
+        for name in sorted({path.name for path in whole.glob("*/*/rep*") if path.is_dir()}):
             alone = tmp_path_factory.mktemp("records")
             for path in whole.glob(f"*/*/{name}"):
                 shutil.copytree(path, alone / path.relative_to(whole))
@@ -98,18 +101,20 @@ def rows(folder: Path) -> Iterator[Measured]:
         for row in table.rows:
             values = {t: c.value for t, c in zip(titles, row.cells, strict=True)}
             numbers = {t: float(v) for t, v in values.items() if isinstance(v, (int, float))}
-            yield Measured(table.title, str(row.cells[1].value).split()[0], numbers)
+            if values.get("base"):
+                numbers[f"of `{values['base']}`"] = numbers["x base"]
+            yield Measured(table.title, str(values["engine"]), str(values["arm"]), numbers)
 
 
-def told() -> Iterator[tuple[str, dict[str, str]]]:
-    """Yield the section and the cells of every row of the manual's tables of whole sessions."""
+def told(*sections: str) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yield the section and the cells of every row of the manual's tables with an output."""
     section, titles = "", list[str]()
     for line in PAGE.read_text(encoding="utf-8").splitlines():
         if line.startswith("#"):
             section, titles = line.lstrip("# "), []
         elif not line.startswith("|"):
             titles = []
-        elif section in SECTIONS:
+        elif section in sections:
             cells = [cell.strip().replace("**", "") for cell in line.strip("|").split("|")]
             if not titles:
                 titles = cells
@@ -117,7 +122,7 @@ def told() -> Iterator[tuple[str, dict[str, str]]]:
                 yield section, dict(zip(titles, cells, strict=True))
 
 
-TOLD = list(told())
+TOLD = list(told(*SECTIONS))
 
 
 def says(cell: str, value: float | None) -> bool:
@@ -140,11 +145,36 @@ def test_the_manual_has_tables_of_what_was_measured() -> None:
 def test_a_row_of_the_manual_is_a_row_of_the_records(
     section: str, row: dict[str, str], measured: list[Measured]
 ) -> None:
-    (method,) = re.findall(r"^`([^` ]+)`", row["arm"])
-    method = method.partition(",")[0]
-    of_place = [each for each in measured if SECTIONS[section] in each.place]
-    near = [each for each in of_place if each.method == method]
-    assert near, f"no record of {method} in {section}"
+    engine = row.get("engine", "vllm" if section == "Repetitions of vLLM" else "embedded")
+    engine = engine.partition(",")[0].lower().replace(".", "")
+    near = [e for e in measured if SECTIONS[section] in e.place and e.engine == engine]
+    near = [each for each in near if each.arm == arm_of(row["arm"])]
+    assert near, f"no record of {arm_of(row['arm'])} on {engine} in {section}"
     columns = {theirs: row[ours] for ours, theirs in COLUMNS.items() if ours in row}
     right = [e for e in near if all(says(c, e.values.get(t)) for t, c in columns.items())]
     assert right, f"{row} is none of {[e.values for e in near]}"
+
+
+def arm_of(told: str) -> str:
+    """Return what records call an arm of the manual, such as `agentkv` 1,024."""
+    method, rest = re.findall(r"^`([^` ]+)`(.*)", told)[0]
+    name, _, prefix = method.partition(",")
+    budget = re.match(r" ([\d,]+\d)", rest)
+    precision = re.search(r"\b(int8|fp8|q8_0)\b", rest)
+    words = [name, *([budget[1].replace(",", "")] if budget else []), *[prefix] * bool(prefix)]
+    if precision:
+        words += [f"kv={precision[1]}", *["simulated"] * (precision[1] == "int8")]
+    return " ".join(words)
+
+
+def test_the_records_of_equal_memory_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    (file,) = [each for each in RECORDS if "equal-memory" in each.name]
+    assert serving_shapes.main(["table", str(file)]) == 0
+    shown = capsys.readouterr().out
+    assert "equal memory: every arm has 262 MB for cached rows" in shown
+    once = [row for _, row in told("Equal memory") if row["runs"] == "1"]
+    assert len(once) == 4
+    for row in once:
+        arm = row["arm"].partition(", ")[0].replace("`", "").replace(",", "")
+        lines = [line for line in shown.splitlines() if f"| c{row['at once']} | {arm}" in line]
+        assert any(f"| {row['output tok/s']} " in line for line in lines), row

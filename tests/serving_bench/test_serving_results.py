@@ -357,7 +357,8 @@ def test_servers_with_other_threads_are_not_paired() -> None:
     [
         ({"version": "0.32.0"}, {"version": "0.33.0"}, False),
         ({"model_sha": "a"}, {"model_sha": "b"}, False),
-        ({"attention": "flash"}, {}, False),
+        ({"attention": "flash"}, {}, True),  # llama.cpp's quantised rows have it, others may not
+        ({"setup": "as shipped"}, {"setup": "plug-in"}, True),  # by a version that said no more
         ({"setup": "llama-cpp-python 0.3.36"}, {"setup": "llama-cpp-python 0.3.37"}, False),
         ({"version": "0.32.0", "setup": "as shipped"}, {"version": "0.32.0", "setup": "x"}, True),
         ({"model_runner": "V2", "flags": "--a"}, {"model_runner": "V1"}, True),
@@ -563,7 +564,6 @@ def test_the_table_that_ranks_tells_of_pairs_that_lie_hours_and_machines_apart()
     ("drawn", "hits", "loads", "held"),
     [
         (False, {}, ["c8", "c16"], True),
-        (False, {}, ["c8"], False),  # nobody else's business
         (True, {}, ["c8", "c16"], False),
         (False, {"prefix_hit_rate": 0.4, "prefix_hit_bound": 0.5}, ["c8", "c16"], False),
     ],
@@ -577,6 +577,15 @@ def test_a_server_by_url_that_may_know_recorded_prompts_is_not_ranked(
     cells = summary(runs, arms=[server], weights="unknown").cells
     said = ["recorded prompts were sent 2 times" in "; ".join(each.reasons) for each in cells]
     assert said == [held] * len(loads)
+    (once,) = summary(runs[:1], arms=[server], loads=["c8"], weights="unknown").cells
+    assert once.reasons == []
+    again = runs[0].model_copy(update={"begun": 2})
+    (found,) = summary([again], arms=[server], loads=["c8"], weights="unknown").cells
+    assert bool(found.reasons) is held
+    other = server.model_copy(update={"name": "other"})
+    twice = [runs[0], runs[0].model_copy(update={"arm": "other"})]
+    cells = summary(twice, arms=[server, other], loads=["c8"], weights="unknown").cells
+    assert [bool(each.reasons) for each in cells] == [held] * 2
     started = server.model_copy(update={"url": None})
     assert not any(each.reasons for each in summary(runs, arms=[started]).cells)
 

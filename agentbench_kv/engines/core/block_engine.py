@@ -93,6 +93,9 @@ class BlockEngine(Engine):
     def restarts(self) -> int:
         return self.below.restarts
 
+    def pool(self) -> dict[str, int]:
+        return self.below.pool()
+
     def pool_peak(self) -> int | None:
         return self.below.pool_peak()
 

@@ -68,7 +68,7 @@ class SessionLedger:
         self._schedule = Schedule(method)
         self._prefilling = False
         self._unread = 0  # tokens of the prefill that are counted, and no forward has brought yet
-        self._unfed = 0  # tokens that were sampled and not fed: the last one, or none
+        self.unfed = 0  # tokens that were sampled and not fed: the last one, or none
         self._evicted_last = False  # an event fell due with it
         self._lost = 0  # tokens whose rows were lost since the last turn began
         self._prompt = 0  # tokens of the first prefill
@@ -140,8 +140,8 @@ class SessionLedger:
     def forward(self, rows: int) -> None:
         self.fed += rows
         self.live += rows
-        self._unread = max(0, self._unread - rows + self._unfed)
-        self._unfed = 0
+        self._unread = max(0, self._unread - rows + self.unfed)
+        self.unfed = 0
         self._peak()
         if not self._prefilling:
             in_windows = self._window_bytes()
@@ -186,7 +186,7 @@ class SessionLedger:
     def sampled(self) -> Eviction | None:
         """Count a sampled token; return the event that falls due with it."""
         eviction = None
-        self._unfed, self._evicted_last = 1, False
+        self.unfed, self._evicted_last = 1, False
         self._unread = 0
         if self._prefilling:
             self._prefilling = False
@@ -204,11 +204,11 @@ class SessionLedger:
         False if an event fell due with it: rows are gone that should be there. After a rewind there
         is none, and nothing to uncount.
         """
-        if not self._unfed:
+        if not self.unfed:
             return True
         if self._evicted_last:
             return False
-        self._unfed = 0
+        self.unfed = 0
         self.stats.decode_tokens -= 1
         self.stats.decode_kv_sum -= self.live
         self._schedule.take_back()
@@ -237,7 +237,7 @@ class SessionLedger:
 
     def rewind(self, length: int, live: int) -> None:
         """Forget tokens from position `length` on; `live` rows stay, and what was done counts."""
-        self._unfed = max(0, min(self._unfed, length - self.fed))
+        self.unfed = max(0, min(self.unfed, length - self.fed))
         self.fed, self.live = min(self.fed, length), live
         self._lost = min(self._lost, length)
         self._prompt, self._system = min(self._prompt, length), min(self._system, length)
@@ -247,20 +247,20 @@ class SessionLedger:
         twin = SessionLedger(self._method, self._bytes, self._windows, self._held_bytes)
         twin.fed, twin.live = self.fed, self.live
         twin._peak()
-        twin._prompt, twin._system, twin._unfed = self._prompt, self._system, self._unfed
+        twin._prompt, twin._system, twin.unfed = self._prompt, self._system, self.unfed
         twin._schedule = copy(self._schedule)
         twin._schedule.refused = 0
         return twin
 
     def lose(self) -> None:
         """Count the loss of all rows; they count as recomputed once a turn begins again."""
-        self._uncount_unread()
+        self.uncount_unread()
         self._lost += self.fed
-        self.fed = self.live = self._unfed = self.stats.shared = 0
+        self.fed = self.live = self.unfed = self.stats.shared = 0
         self._prompt = self._system = 0
         self._schedule.restart()
 
-    def _uncount_unread(self) -> None:
+    def uncount_unread(self) -> None:
         """Uncount what a prefill has not brought: it comes again, and is counted again."""
         self.stats.prefill_tokens -= self._unread
         self._unread = 0

@@ -78,7 +78,7 @@ class ObservedLedger(SessionLedger):
 
     def begin(self, tokens: int) -> None:
         # The last token it generated was never fed; it is part of no prompt.
-        self.begin_turn(tokens - self.fed - self._unfed)
+        self.begin_turn(tokens - self.fed - self.unfed)
         self._before = self.fed
         self._expected = tokens - self.fed
 
@@ -93,7 +93,7 @@ class ObservedLedger(SessionLedger):
 
         A prefill that brought no token is not known to have been; it comes again.
         """
-        self._uncount_unread()
+        self.uncount_unread()
         if cached_tokens is not None:
             self.stats.recomputed += max(0, self._before - cached_tokens)
 

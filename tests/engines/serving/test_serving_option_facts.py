@@ -20,6 +20,11 @@ from engine_symbols import TESTED
 ALL = [(engine, version) for engine, versions in TESTED.items() for version in versions]
 
 
+@pytest.fixture(autouse=True)
+def _any_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
 @pytest.mark.parametrize(("engine", "version"), [pytest.param(*e, id="-".join(e)) for e in ALL])
 def test_every_version_has_what_we_write(engine: str, version: str) -> None:
     there = json.loads(facts_file(engine, version).read_text(encoding="utf-8"))

@@ -176,6 +176,36 @@ def test_a_request_that_waits_for_those_that_run_drops_nobody_in_vain(build: Bui
     assert server.stats("long").recomputed == 0
 
 
+def test_where_the_first_part_of_a_prompt_is_enough_others_at_rest_give_way(build: Build) -> None:
+    server = build()
+    server.scheduler.scheduler_reserve_full_isl = False
+    rest(server, "x", 10)
+    server.ask("long", 60 * BLOCK - 8, 8)
+    while server.held("long") < 60:
+        server.step()
+    server.ask("new", 50 * BLOCK - 8, 2)
+    server.step()
+    assert server.table.drops == 1
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 3])
+def test_a_prompt_that_was_hung_up_on_counts_once(build: Build, steps: int) -> None:
+    """It was counted again from its beginning, or from where it had been read."""
+    server = build()
+    server.scheduler.max_num_scheduled_tokens = 24
+    request = server.ask("a", 40, 4)
+    for _ in range(steps):
+        server.step()
+    del server.asked["a"]
+    server.scheduler.finish_requests(request.request_id, type(request.status).FINISHED_ABORTED)
+    server.logs["a"] = request.all_token_ids
+    server.ask("a", 10, 4)
+    server.until("a")
+    stats = server.stats("a")
+    assert stats.prefill_tokens == 50
+    assert stats.recomputed == 0
+
+
 def test_as_many_sessions_at_rest_are_dropped_as_a_request_needs(build: Build) -> None:
     server = build()
     for name in "xyz":

@@ -130,6 +130,7 @@ class Scheduler:
         self.requests: dict[str, Request] = {}
         self.waiting, self.kv_holding_waiting = Queue(), Queue()
         self.running: list[Request] = []
+        self.scheduler_reserve_full_isl = True
 
     def add_request(self, request: Request) -> None:
         holds = request.num_computed_tokens > 0

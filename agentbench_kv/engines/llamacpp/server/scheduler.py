@@ -87,7 +87,9 @@ class BatchScheduler:
             self._match(session, request["known"])
             session.tokens += request["tokens"]
             session.prompt = PromptPhases(**request["phases"])
-            # After a loss the whole session is one prefill.
+            # After a loss the whole session is one prefill, with what was never read of the last.
+            if not session.ledger.fed:
+                session.ledger.uncount_unread()
             session.begin_turn(len(request["tokens"]) if session.ledger.fed else session.pending)
             self.prefixes.plan(session)
             given = deque(request["given"])

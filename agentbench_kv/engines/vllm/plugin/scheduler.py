@@ -221,7 +221,9 @@ class EvictingScheduler(Scheduler):
         nobody else who waits gives way. Where nothing runs, nobody but those who wait could.
         """
         held_up = bool(self.running) and request.status != RequestStatus.RUNNING
-        if held_up and self._missing(request) > self.sessions.could_free(request.request_id):
+        # Without a reserve for the whole prompt, its first part may fit where all of it does not.
+        whole = held_up and self.scheduler_reserve_full_isl
+        if whole and self._missing(request) > self.sessions.could_free(request.request_id):
             return False
         if self.sessions.make_room(request.request_id):
             return True

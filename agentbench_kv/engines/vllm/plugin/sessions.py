@@ -105,8 +105,7 @@ class VllmSessions:
         session.running = True
         session.request = request.request_id
         self.by_request[session.request] = session
-        same = prompt[: len(session.tokens)] == session.tokens and ledger.fed > 0
-        self._open_turn(session, prompt, len(session.tokens) if same else ledger.fed)
+        self._open_turn(session, prompt, ledger.fed + ledger.unfed)
         if request.skip_reading_prefix_cache:
             session.prefix_key = None
         return session
@@ -126,6 +125,7 @@ class VllmSessions:
         self.prefixes.give_up(session)
         del self.by_request[session.request]
         self.sessions.move_to_end(session.name)
+        session.ledger.uncount_unread()  # of a request that was aborted; the next one brings it
         eviction = session.ledger.end_turn()
         if eviction is not None:
             self.before.append(self.order(session, eviction))
