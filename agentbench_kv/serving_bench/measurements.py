@@ -277,6 +277,9 @@ def _contradiction(measured: LoadMeasurement) -> str:
         return "completed, mean_e2el_ms, concurrency and duration do not go together"
     if busy > (measured.max_concurrency or math.inf) * seconds * (1 + _ROUNDING):
         return f"duration is too short for {completed:,} requests of that mean_e2el_ms"
+    told, counted = figures.get("total_output_tokens", 0), (measured.kv or {}).get("decode_tokens")
+    if counted and not measured.failed and told > counted:
+        return f"total_output_tokens are more than the {counted:,} that the engine decoded"
     return ""
 
 

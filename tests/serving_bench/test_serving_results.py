@@ -274,6 +274,10 @@ def changed_file(folder: ServingFolder, **changes: Any) -> Path:
             {"duration": 4.0, "request_goodput": 3.0, "concurrency": None},
             "duration is too short for 12 requests",
         ),
+        (
+            {"total_output_tokens": 65, "kv": {"decode_tokens": 64}},
+            "more than the 64 that the engine decoded",
+        ),
         ({"repetition": 1}, r"is rep02-full-32k-1k-c8\.json by what it holds"),
         ({"arm": "agentkv 4096"}, "by what it holds"),
     ],
