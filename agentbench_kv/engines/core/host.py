@@ -19,8 +19,11 @@ _GRACE_S = 10.0
 
 
 def refuse_untested(engine: str, version: str, tested: Sequence[str]) -> None:
-    """End the process unless this is a tested version, or another one is allowed."""
-    if version not in tested and not os.environ.get(ALLOW_UNTESTED):
+    """End the process unless this is a tested version, or another one is allowed.
+
+    What follows a `+` names a build of that version (`+cpu`, `+cu129`).
+    """
+    if version.partition("+")[0] not in tested and not os.environ.get(ALLOW_UNTESTED):
         raise SystemExit(
             f"kvbench: {engine} {version} is here, the adapter was tested with "
             f"{' and '.join(tested)}; install that, or go on with --allow-untested-engine"

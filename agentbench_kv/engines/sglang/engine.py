@@ -159,7 +159,8 @@ class SglangEngineWire(EngineWire):
         0.5.12 pins an llguidance that cannot. With a newer one, sessions that evict went on with
         other tokens behind an answer that was held to a grammar and cut off.
         """
-        return version_there(self.python, "sglang") not in _NO_GRAMMARS and super().holds_grammars
+        version = version_there(self.python, "sglang").partition("+")[0]
+        return version not in _NO_GRAMMARS and super().holds_grammars
 
     def _version(self) -> str:
         with contextlib.suppress(httpx.HTTPError, ValueError, KeyError):

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from agentbench_kv.cli import kvbench
 from agentbench_kv.conformance.engines import engine_suite
 from agentbench_kv.engines.base import EngineOptions
-from agentbench_kv.engines.core.host import ALLOW_UNTESTED
+from agentbench_kv.engines.core.host import ALLOW_UNTESTED, refuse_untested
 from agentbench_kv.engines.serving.refusals import refuse_method
 from agentbench_kv.engines.vllm.engine import VllmEngine, on_gpu, shown_gpus
 from agentbench_kv.engines.vllm.plugin import launch
@@ -131,6 +131,15 @@ def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         SystemExit, match=r"0\.34\.0 is here.*0\.32\.0 and 0\.33\.0.*--allow-untested-engine"
     ):
         launch.main()
+
+
+@pytest.mark.parametrize("build", ["", "+cpu", "+cu129"])
+def test_a_build_of_a_tested_version_is_taken(build: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(ALLOW_UNTESTED, raising=False)
+    refuse_untested("vLLM", f"0.33.0{build}", launch.TESTED)
+    for other in ("0.33.1", "0.33.0rc1", "0.33.0.post1"):
+        with pytest.raises(SystemExit, match="is here, the adapter was tested with"):
+            refuse_untested("vLLM", f"{other}{build}", launch.TESTED)
 
 
 def test_a_set_per_query_head_is_refused() -> None:
