@@ -31,7 +31,7 @@ from types import FrameType
 from typing import Any
 
 from serving_shapes_records import pack, unpack
-from serving_shapes_table import CELL, HARDWARE, TRACE, shapes_tables
+from serving_shapes_table import ABOUT, CELL, DECODER, HARDWARE, TRACE, counted, shapes_tables
 from serving_shapes_trace import TraceShape, write_trace
 
 from agentbench_kv.errors import KVBenchError, UsageError
@@ -55,7 +55,6 @@ _MACHINE = (
     "print(json.dumps(document(measure_hardware(sys.argv[1], 'cpu'))))"
 )
 _STOP_S = 120.0
-_ABOUT = "about.json"
 
 
 @dataclass(frozen=True)
@@ -232,7 +231,7 @@ def prepared(args: argparse.Namespace) -> Iterator[tuple[Path, str, int, int]]:
             *(prompt, args.output, args.turns, args.sessions),
             *(args.system or part, args.result or part, args.seed),
         )
-        about = place / _ABOUT
+        about = place / ABOUT
         known = json.loads(about.read_text()) if about.is_file() else None
         if known is None:
             place.mkdir(parents=True, exist_ok=True)
@@ -245,6 +244,9 @@ def prepared(args: argparse.Namespace) -> Iterator[tuple[Path, str, int, int]]:
         elif known["settings"] != same:
             was = ", ".join(f"--{name} {value}" for name, value in known["settings"].items())
             raise UsageError(f"{place} was measured with {was}; choose another --out")
+        if DECODER not in known:
+            decoder = counted(model)
+            known[DECODER] = decoder and asdict(decoder)
         _same_of_engines(about, known, args)
         yield place, model, prompt, int(known["longest"])
 

@@ -25,12 +25,14 @@ from agentbench_kv.serving_bench.measurements import (
     ServingPlan,
     serving_folders,
 )
-from agentbench_kv.serving_bench.roofline import read_decoder
+from agentbench_kv.serving_bench.roofline import Decoder, read_decoder
 from agentbench_kv.serving_bench.summary import BASES, SPEED, ArmFigures, summarize_serving
 from agentbench_kv.serving_bench.tables import SIMULATED, pairing_notes
 
 CELL = "cell.json"
 TRACE = "trace.jsonl"
+ABOUT = "about.json"
+DECODER = "decoder"  # in `ABOUT`: the model's shape, None of one that the roofline does not count
 HARDWARE = "hardware-rep{:02d}.json"
 COLUMNS = (
     *(Column("engine"), Column("arm"), Column("repeats", Unit.NUMBER)),
@@ -168,16 +170,35 @@ def _share(folder: ServingFolder, machine: Path) -> float | None:
     if not measured or not timed or not machine.is_file():
         return None
     (found,) = read_achieved(str(folder.path), folder.path)
-    kinds = found.kinds()
-    try:
-        model = model_path(found.model)
-    except KVBenchError:  # records that were kept have no model beside them
+    decoder = _decoder(machine.parent / ABOUT, found.model)
+    if decoder is None:
         return None
-    work = found.work(read_decoder(model), **kinds)
+    kinds = found.kinds()
+    work = found.work(decoder, **kinds)
     limits = read_hardware(machine)
     known = kinds["dtype"] in limits.products
     measured_in = kinds["dtype"] if known else next(iter(limits.products))
     return found.share(work.limit(limits, measured_in))
+
+
+def _decoder(about: Path, model: str) -> Decoder | None:
+    """Return the model's shape as it was noted; in older folders that of the model, if it is there.
+
+    None where it is not known.
+    """
+    noted = json.loads(about.read_text()) if about.is_file() else {}
+    if DECODER in noted:
+        known = noted[DECODER]
+        return known and Decoder(**known | {"windows": tuple(known["windows"])})
+    return counted(model)
+
+
+def counted(model: str) -> Decoder | None:
+    """Return a model's shape; None if it is not there, or of a kind the roofline does not count."""
+    try:
+        return read_decoder(model_path(model))
+    except KVBenchError:
+        return None
 
 
 def _summary(engine: Engine) -> list[ArmFigures]:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,18 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import serving_shapes as shapes
 import serving_shapes_table
-from serving_shapes_table import CELL, HARDWARE, TRACE, shapes_tables
+from serving_shapes_table import (
+    ABOUT,
+    CELL,
+    DECODER,
+    HARDWARE,
+    TRACE,
+    counted,
+    shapes_tables,
+)
 from serving_shapes_trace import TraceShape, write_trace
 
+from agentbench_kv.engines.embedded.model import model_path
 from agentbench_kv.errors import UsageError
 from agentbench_kv.results.tables.model import Table
 from agentbench_kv.run.recordings import record_file
@@ -28,6 +38,7 @@ from agentbench_kv.serving_bench.measurements import (
     ServingFolder,
     ServingPlan,
 )
+from agentbench_kv.serving_bench.roofline import read_decoder
 
 SHAPE = TraceShape(prompt=900, output=60, turns=3, sessions=2, system=150, result=120)
 
@@ -248,13 +259,16 @@ def test_a_folder_from_before_goes_on_and_notes_what_it_gets(
     assert shapes.main(words(tmp_path, "--arm", "full", "--repeats", "1")) == 0
     about = tmp_path / "micro-700" / "about.json"
     known = json.loads(about.read_text())
+    shape = known.pop("decoder")
     del known["engines"]
     about.write_text(json.dumps(known))
     again = words(tmp_path, "--arm", "full", "--repeats", "2", "--env", "embedded:X=2")
     assert shapes.main(again) == 0
     assert len(fake) == 2
-    noted = json.loads(about.read_text())["engines"]
-    assert noted == {"embedded": {"env": {"X": "2"}, "engine_arg": {}}}
+    noted = json.loads(about.read_text())
+    assert noted["engines"] == {"embedded": {"env": {"X": "2"}, "engine_arg": {}}}
+    assert noted["decoder"] == shape
+    assert shape["kv_width"] == read_decoder(model_path("micro")).kv_width
 
 
 def test_the_machine_is_measured_as_cells_are(
@@ -386,6 +400,35 @@ def test_the_share_of_the_roofline_counts_what_was_read(shown: Table) -> None:
     # speed, at 10 GB/s; tokens come at 10 and 20 a second.
     assert share["full@prefix"] == pytest.approx(0.16 * (10 + 20) / 2, rel=0.02)
     assert share["agentkv"] == pytest.approx(0.02 * (20 + 40) / 2, rel=0.1)
+
+
+@pytest.mark.usefixtures("shown")
+def test_the_share_of_the_roofline_is_that_of_the_shape_that_was_noted(tmp_path: Path) -> None:
+    """Records are kept without their model; a column of their table was empty."""
+    about = tmp_path / "micro-8k" / ABOUT
+    shape = asdict(read_decoder(model_path("micro")))
+
+    def shares() -> list[object]:
+        (table,) = shapes_tables(tmp_path)
+        at = [column.title for column in table.columns].index("of the roofline %")
+        return [row.cells[at].value for row in table.rows]
+
+    found = shares()
+    about.write_text(json.dumps({DECODER: shape}))
+    assert shares() == found
+    about.write_text(json.dumps({DECODER: shape | {"common": 100 * 10**9}}))
+    assert all(now > 10 * then for now, then in zip(shares(), found, strict=True))
+    about.write_text(json.dumps({DECODER: None}))
+    assert shares() == [None, None]
+
+
+def test_a_model_that_the_roofline_does_not_count_has_no_share(tmp_path: Path) -> None:
+    config = json.loads((model_path("micro") / "config.json").read_text())
+    config |= {"num_experts": 8, "experts_of_tomorrow": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert counted(str(tmp_path)) is None
+    assert counted(str(tmp_path / "nothing")) is None
+    assert counted("micro") == read_decoder(model_path("micro"))
 
 
 def test_nothing_is_shown_of_what_is_not_known(tmp_path: Path) -> None:
