@@ -73,6 +73,7 @@ _VLLM = {
     **dict.fromkeys(("config", "vllm_config"), "vllm.config.vllm:VllmConfig"),
     **dict.fromkeys(("parallel", "parallel_config"), "vllm.config.parallel:ParallelConfig"),
     "cache_config": "vllm.config.cache:CacheConfig",
+    "model_config": "vllm.config.model:ModelConfig",
     "scheduler_config": "vllm.config.scheduler:SchedulerConfig",
     "compilation_config": "vllm.config.compilation:CompilationConfig",
     "kv_cache_config": f"{_V}kv_cache_interface:KVCacheConfig",

@@ -46,7 +46,7 @@ MINUTES = 8.0  # for each engine
 # Engine -> its environment; the first that is installed is checked if none is named.
 ENGINES = {"vllm": "vllm-cuda", "sglang": "sglang", "embedded": ""}
 DTYPES = (torch.float32, torch.bfloat16)
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-5}  # scores are sums in float32
+TOLERANCE = 1e-4  # scores are sums in float32, whatever the rows are; in bfloat16: above 1e-3
 POOL_BYTES = 14_000_000_000  # 95,000 tokens of Qwen3-8B's: not all of the sessions' at once
 # Of the GPU, for one server with Qwen3-8B's weights and that pool, and for two.
 ONE_SERVER, TWO_SERVERS = 38_000_000_000, 76_000_000_000
@@ -84,7 +84,8 @@ class Stage:
 def kernel_checks(device: str, dtype: torch.dtype) -> Iterator[tuple[str, float]]:
     """Yield each operation with how far the compiled one is from PyTorch's.
 
-    The largest difference over the largest value; 0 where it has to be exact.
+    The largest difference over the largest value; 0 where it has to be exact. Scores are compared
+    with those in float32 on the CPU: on a GPU, PyTorch computes them in either backend.
     """
     compiled, reference = active_backend(device), TorchBackend()
     g = torch.Generator().manual_seed(0)
@@ -93,17 +94,21 @@ def kernel_checks(device: str, dtype: torch.dtype) -> Iterator[tuple[str, float]
         return torch.randn(*shape, generator=g).to(device, dtype)
 
     def apart(found: Tensor, expected: Tensor) -> float:
-        worst = (found.double() - expected.double()).abs().max()
-        return float(worst / expected.double().abs().max())
+        exact = expected.double().cpu()
+        return float((found.double().cpu() - exact).abs().max() / exact.abs().max())
+
+    def plain(rows: Tensor) -> Tensor:
+        return rows.float().cpu()
 
     queries, keys = normal(8, 32, 64), normal(2, 3000, 64)
     for gqa in ("mean_prob", "max_prob", "max_logit", "per_head"):
-        both = [b.attention_mass(queries, keys, gqa, None, None) for b in (compiled, reference)]
-        yield f"attention_mass {gqa}", apart(*both)
+        found = compiled.attention_mass(queries, keys, gqa, None, None)
+        expected = reference.attention_mass(plain(queries), plain(keys), gqa, None, None)
+        yield f"attention_mass {gqa}", apart(found, expected)
     for rows_dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
         low = keys.to(rows_dtype)  # which stand for what they are in float32
         found = compiled.attention_mass(queries, low, "mean_prob", None, None)
-        expected = reference.attention_mass(queries.float(), low.float(), "mean_prob", None, None)
+        expected = reference.attention_mass(plain(queries), plain(low), "mean_prob", None, None)
         name = str(rows_dtype).removeprefix("torch.")
         yield f"attention_mass of {name}", apart(found, expected)
     scores = torch.randn(6, 5000, generator=g).to(device)
@@ -121,12 +126,14 @@ def kernel_checks(device: str, dtype: torch.dtype) -> Iterator[tuple[str, float]
     for backend, ring in zip((compiled, reference), rings, strict=True):
         backend.ring_write(ring, rows, slots)
     yield "ring_write", apart(*rings)
-    both = [b.similarity_column_mean(keys[:, :900], 0.5) for b in (compiled, reference)]
-    yield "similarity_column_mean", apart(*both)
+    found = compiled.similarity_column_mean(keys[:, :900], 0.5)
+    expected = reference.similarity_column_mean(plain(keys[:, :900]), 0.5)
+    yield "similarity_column_mean", apart(found, expected)
     boxes = [b.aabb(keys, 5) for b in (compiled, reference)]
     yield "aabb", max(apart(*pair) for pair in zip(*boxes, strict=True))
-    both = [b.aabb_score(queries, *boxes[1]) for b in (compiled, reference)]
-    yield "aabb_score", apart(*both)
+    found = compiled.aabb_score(queries, *boxes[1])
+    expected = reference.aabb_score(plain(queries), *map(plain, boxes[1]))
+    yield "aabb_score", apart(found, expected)
 
 
 def _top_apart(compiled: Any, reference: Any, scores: Tensor, positions: Tensor) -> float:
@@ -225,9 +232,9 @@ def check_kernels(device: str, _: float = 0.0) -> Outcome:
     for dtype in DTYPES:
         for name, apart in kernel_checks(device, dtype):
             line = f"{str(dtype).removeprefix('torch.')} {name}: {apart:.1e}"
-            if not apart <= TOLERANCE[dtype]:
+            if not apart <= TOLERANCE:
                 outcome.passed = False
-                outcome.said.insert(0, f"FAILED {line}, expected at most {TOLERANCE[dtype]:.0e}")
+                outcome.said.insert(0, f"FAILED {line}, expected at most {TOLERANCE:.0e}")
             else:
                 outcome.said.append(line)
     return outcome

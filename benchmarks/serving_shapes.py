@@ -31,7 +31,17 @@ from types import FrameType
 from typing import Any
 
 from serving_shapes_records import pack, unpack
-from serving_shapes_table import ABOUT, CELL, DECODER, HARDWARE, TRACE, counted, shapes_tables
+from serving_shapes_table import (
+    ABOUT,
+    BEGUN,
+    CELL,
+    DECODER,
+    HARDWARE,
+    TRACE,
+    cell_path,
+    counted,
+    shapes_tables,
+)
 from serving_shapes_trace import TraceShape, write_trace
 
 from agentbench_kv.errors import KVBenchError, UsageError
@@ -78,7 +88,7 @@ class Cell:
 
     @property
     def folder(self) -> Path:
-        return self.place / self.engine / f"rep{self.repetition + 1:02d}" / slug(self.arm.name)
+        return self.place / cell_path(self.engine, self.repetition, self.arm.name)
 
     @property
     def record(self) -> dict[str, Any] | None:
@@ -176,6 +186,7 @@ def measure(cell: Cell, command: list[str], environment: dict[str, str]) -> dict
     """Measure a cell and write its record; what was begun before stays, and is counted."""
     cell.folder.mkdir(parents=True, exist_ok=True)
     (cell.folder / CELL).unlink(missing_ok=True)
+    _count(cell)
     began, load = time.perf_counter(), os.getloadavg()[0]
     with (cell.folder / "log.txt").open("w") as log:
         process = subprocess.Popen(
@@ -198,6 +209,15 @@ def measure(cell: Cell, command: list[str], environment: dict[str, str]) -> dict
         record["error"] = _said(cell.folder / "log.txt", code)
     write_atomic(cell.folder / CELL, json_bytes(record, indent=2))
     return record
+
+
+def _count(cell: Cell) -> None:
+    """Note that a cell is begun, where it stays if the cell's folder is removed."""
+    about, name = cell.place / ABOUT, str(cell.folder.relative_to(cell.place))
+    known = json.loads(about.read_text()) if about.is_file() else {}
+    counts = known.setdefault(BEGUN, {})
+    counts[name] = counts.get(name, 0) + 1
+    write_atomic(about, json_bytes(known, indent=2))
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
@@ -361,6 +381,8 @@ def pair(text: str) -> str:
     engine, _, rest = text.partition(":")
     if engine not in (*ENGINES, "all") or "=" not in rest:
         raise argparse.ArgumentTypeError(f"{text!r}: expected ENGINE:NAME=VALUE")
+    if rest.startswith("OMP_NUM_THREADS="):
+        raise argparse.ArgumentTypeError(f"{text!r}: --threads says it, the same for all")
     return text
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from agentbench_kv.engines.embedded.model import model_path
 from agentbench_kv.errors import KVBenchError, UsageError
-from agentbench_kv.results.stats import REPETITIONS, median
+from agentbench_kv.results.stats import median
 from agentbench_kv.results.tables.model import Cell, Column, Kind, Row, Table, Unit, slug
 from agentbench_kv.serving_bench.achieved import read_achieved
 from agentbench_kv.serving_bench.hardware import read_hardware
@@ -25,13 +25,14 @@ from agentbench_kv.serving_bench.measurements import (
     ServingPlan,
     serving_folders,
 )
-from agentbench_kv.serving_bench.roofline import Decoder, read_decoder
+from agentbench_kv.serving_bench.roofline import IMPOSSIBLE, Decoder, read_decoder
 from agentbench_kv.serving_bench.summary import BASES, SPEED, ArmFigures, summarize_serving
-from agentbench_kv.serving_bench.tables import SIMULATED, pairing_notes
+from agentbench_kv.serving_bench.tables import SIMULATED, few_notes, pairing_notes
 
 CELL = "cell.json"
 TRACE = "trace.jsonl"
 ABOUT = "about.json"
+BEGUN = "begun"  # in `ABOUT`: how often each cell was
 DECODER = "decoder"  # in `ABOUT`: the model's shape, None of one that the roofline does not count
 HARDWARE = "hardware-rep{:02d}.json"
 COLUMNS = (
@@ -78,22 +79,25 @@ def shapes_tables(out: Path) -> list[Table]:
 def _table(place: Path) -> Table | None:
     engines: dict[str, Engine] = {}
     failed: dict[tuple[str, str], list[str]] = defaultdict(list)
-    seconds, about = 0.0, ""
-    known = [(json.loads(p.read_text()), p.parent) for p in place.glob(f"*/rep*/*/{CELL}")]
+    seconds, first = 0.0, None
+    known = [(_record(path), path.parent) for path in place.glob(f"*/rep*/*/{CELL}")]
     for record, path in sorted(known, key=lambda each: (each[0]["rank"], str(each[1]))):
         seconds += record["wall_s"]
         if "error" in record:
             failed[record["engine"], record["arm"]].append(record["error"])
             continue
         folder = _measured(path)
-        about = about or _about(folder)
+        first = first or folder
+        if folder.plan.trace != first.plan.trace:
+            raise UsageError(f"{path} played another trace than {first.path}; remove one of them")
         _add(engines, folder, record, place)
     if not engines and not failed:
         return None
     found = {name: _summary(engine) for name, engine in engines.items()}
     rows = [row for name, engine in engines.items() for row in _rows(name, engine, found[name])]
     apart = (f"{name}: {note}" for name, cells in found.items() for note in pairing_notes(cells))
-    notes = [*_notes(about, engines), *apart, *_unfinished(place)]
+    about = [_about(first)] if first else []
+    notes = [*about, *_notes(engines, found), *apart, *_own(place), *_begun(place)]
     reasons = [f"{e} {a}: {said[-1]} ({len(said)} x)" for (e, a), said in failed.items()]
     return Table(
         Kind.THROUGHPUT,
@@ -106,6 +110,20 @@ def _table(place: Path) -> Table | None:
     )
 
 
+def _record(path: Path) -> dict[str, Any]:
+    """Return a cell's record; a UsageError if it lies where another cell's would."""
+    record: dict[str, Any] = json.loads(path.read_text())
+    own = cell_path(record["engine"], record["repetition"], record["arm"])
+    if path.parts[-4:-1] != own.parts:
+        raise UsageError(f"{path} is of {own} by what it holds; a copied cell is no other one")
+    return record
+
+
+def cell_path(engine: str, repetition: int, arm: str) -> Path:
+    """Return where a cell lies below the folder of its model and prompt."""
+    return Path(engine) / f"rep{repetition + 1:02d}" / slug(arm)
+
+
 def _measured(path: Path) -> ServingFolder:
     """Return the folder of a cell's measurement, beside those that only began with other code."""
     folders = [
@@ -116,12 +134,30 @@ def _measured(path: Path) -> ServingFolder:
     return folders[0]
 
 
-def _unfinished(place: Path) -> Iterator[str]:
-    """Name cells that were begun and have no record: whoever ends slow ones has a fast arm."""
-    begun = sorted(path.parent for path in place.glob("*/rep*/*/log.txt"))
-    said = ", ".join("/".join(p.parts[-3:]) for p in begun if not (p / CELL).is_file())
-    if said:
-        yield f"begun, and not there (running or interrupted): {said}"
+def _begun(place: Path) -> Iterator[str]:
+    """Name cells without a record, or begun anew: whoever ends slow ones has a fast arm."""
+    about = place / ABOUT
+    known = json.loads(about.read_text()) if about.is_file() else {}
+    counts: dict[str, int] = known.get(BEGUN) or {}
+    logs = (path.parent.relative_to(place) for path in place.glob("*/rep*/*/log.txt"))
+    begun = sorted({*counts, *map(str, logs)})
+    if said := ", ".join(name for name in begun if not (place / name / CELL).is_file()):
+        yield f"begun, and not there (running, interrupted or removed): {said}"
+    if said := ", ".join(name for name in begun if counts.get(name, 0) > 1):
+        yield (
+            f"begun more than once (failed, interrupted or removed before): {said}; what was "
+            "discarded might have been slower"
+        )
+
+
+def _own(place: Path) -> Iterator[str]:
+    """Say what engines were given of their own, which other engines were not."""
+    about = place / ABOUT
+    engines = json.loads(about.read_text()).get("engines", {}) if about.is_file() else {}
+    for engine, given in engines.items():
+        said = " ".join(f"{name}={value}" for own in given.values() for name, value in own.items())
+        if said:
+            yield f"{engine} was given: {said}"
 
 
 def _about(folder: ServingFolder) -> str:
@@ -130,18 +166,16 @@ def _about(folder: ServingFolder) -> str:
     return f"{plan.model_name}, {plan.dtype}, {machine.get('cpu', 'a machine unknown')}{trace}"
 
 
-def _notes(about: str, engines: dict[str, Engine]) -> Iterator[str]:
-    yield from [about] * bool(about)
+def _notes(engines: dict[str, Engine], found: dict[str, list[ArmFigures]]) -> Iterator[str]:
     yield from _NOTES
     plans = [engine.plan for engine in engines.values()]
     if len({plan.dtype for plan in plans}) > 1:
         said = ", ".join(f"{plan.engine} {plan.dtype}" for plan in plans)
         yield f"weights and rows as computed: {said}; the roofline's products are in one of them"
-    counts = [
-        sum(m.arm == arm.name for m in e.measured) for e in engines.values() for arm in e.plan.arms
-    ]
-    if counts and min(counts) < REPETITIONS:
-        yield f"fewest repetitions: {min(counts)}; fewer than {REPETITIONS} decide nothing"
+    if cells := [cell for each in found.values() for cell in each]:
+        yield from few_notes(cells)
+    if any(share > 1 for engine in engines.values() for s in engine.shares.values() for share in s):
+        yield f"of the roofline: {IMPOSSIBLE}"
     if any(arm.kv_dtype for plan in plans if plan.engine == "embedded" for arm in plan.arms):
         yield SIMULATED
 
@@ -151,16 +185,27 @@ def _add(
 ) -> None:
     """Put a cell's measurement among those of its engine, under its own repetition."""
     known = engines.setdefault(folder.plan.engine, Engine(folder.plan))
-    names = {arm.name for arm in known.plan.arms}
-    new = [arm for arm in folder.plan.arms if arm.name not in names]
+    arms = {arm.name: arm for arm in known.plan.arms}
+    new = [arm for arm in folder.plan.arms if arm.name not in arms]
+    same = all(arms.get(arm.name, arm) == arm for arm in folder.plan.arms)
+    if not same or _shared(folder.plan) != _shared(known.plan):
+        raise UsageError(f"{folder.path} has other settings than cells beside it; remove it")
     known.plan = known.plan.model_copy(update={"arms": [*known.plan.arms, *new]})
     number = int(record["repetition"])
     for each in folder.measurements():
+        own = (other for other in known.measured if other.arm == each.arm)
+        if any(each.figures == other.figures for other in own):
+            raise UsageError(f"{folder.path} is a copy of another cell's measurement; remove it")
         known.measured.append(each.model_copy(update={"repetition": number}))
     machine = place / HARDWARE.format(number + 1)
     (arm,) = folder.plan.arms
     if (share := _share(folder, machine)) is not None:
         known.shares[arm.name].append(share)
+
+
+def _shared(plan: ServingPlan) -> ServingPlan:
+    """Return what of a plan is the same for all arms."""
+    return plan.model_copy(update={"arms": []})
 
 
 def _share(folder: ServingFolder, machine: Path) -> float | None:

@@ -16,10 +16,6 @@ if TYPE_CHECKING:
 
 WEIGHTS = ("float32", "float16", "bfloat16", "float8")
 CACHES = (*WEIGHTS, "int8", "int4")
-IMPOSSIBLE = (
-    "above 100 % is a fault of the measurement, no speed: the times, the sessions in a step, the "
-    "dtypes or the machine's figures are wrong"
-)
 _HEADER = (
     "what", "sessions", "KV MB a session", "live", "GB to move", "GFLOP", "memory, ms",
     "compute, ms", "bound by", "limit, tok/s", "achieved, tok/s", "of the limit",
@@ -116,6 +112,8 @@ def _predicted(
 def _achieved_row(
     run: Achieved, decoder: Decoder, machine: Hardware, kinds: dict[str, str]
 ) -> dict[str, Any]:
+    from agentbench_kv.serving_bench.roofline import IMPOSSIBLE
+
     work = run.work(decoder, **kinds)
     limit = work.limit(machine, kinds["dtype"])
     held = run.held(decoder, kinds["kv_dtype"]), run.rows
@@ -127,10 +125,15 @@ def _achieved_row(
         notes.append(f"the run's own record says it ran on {where}")
     if Path(run.model).name != decoder.name:
         notes.append(f"the run is of {Path(run.model).name}, the limit of {decoder.name}")
-    if run.dtype not in (None, kinds["dtype"]):
-        notes.append(f"{run.name} ran in {run.dtype}; --dtype {kinds['dtype']} was asked for")
+    notes += run.other_kinds(kinds)
+    threads = run.hardware.get("torch_threads")
+    if machine.threads and threads not in (None, machine.threads):
+        notes.append(
+            f"limits measured with {machine.threads} threads; {run.name} had {threads}: measure "
+            f"them with OMP_NUM_THREADS={threads}"
+        )
     if run.left_out:
-        notes.append(f"left out: {run.left_out} measurements that have failed requests")
+        notes.append(f"left out: {run.left_out} measurements that something disturbed")
     share = run.share(limit)
     if share > 1:
         notes.append(IMPOSSIBLE)

@@ -19,6 +19,8 @@ _SETTINGS = {
 }
 
 _SAME_MATTER = {"GOMP_SPINCOUNT": "OMP_WAIT_POLICY"}
+# By which a user keeps PyTorch and oneDNN from a processor's newer instructions.
+_INSTRUCTIONS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")
 _applied: set[str] = set()
 
 
@@ -40,8 +42,13 @@ def settings() -> dict[str, str]:
 
 
 def in_force(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return what each variable says that is set here or stands for one of these."""
-    return {name: environment.get(name, "unset") for name in (*_SETTINGS, *_SAME_MATTER.values())}
+    """Return what each variable says that is set here or stands for one of these.
+
+    Of those that limit a processor's instructions, only what is set.
+    """
+    waiting = (*_SETTINGS, *_SAME_MATTER.values())
+    limits = {name: environment[name] for name in _INSTRUCTIONS if name in environment}
+    return {name: environment.get(name, "unset") for name in waiting} | limits
 
 
 def without(environment: Mapping[str, str]) -> dict[str, str]:

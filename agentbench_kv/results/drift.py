@@ -33,12 +33,14 @@ RELEASES = (
 # Refuses where speed is compared, warns where scores are.
 MACHINE = (
     "hardware", "kernels", "device", "concurrency", "max_live_tokens", "engine_details.environment",
+    "engine_details.threads",
 )  # fmt: skip
 WARNS = ("packages.scipy", "engine_details", "api_endpoint")
 # Where provenance does not have these, the spec says what was asked for.
 _ASKED = (*CONDITIONS, "engine_args", "concurrency", "max_live_tokens")
 _ROOTS = {name.partition(".")[0] for name in (*REFUSES, *RELEASES, *MACHINE, *WARNS)}
-_LATELY = ("hardware.settings",)  # older versions recorded none: unknown, and no difference
+# Older versions recorded none: unknown, and no difference.
+_LATELY = ("hardware.settings", "engine_details.threads")
 _FREE = frozenset({"seed", "limit", "trials", "concurrency"})
 _WHOLE = tuple(name for name in CONDITIONS if name not in REFUSES)  # only a spec has these
 _IF_GIVEN = ("engine_args",)  # not recorded is not given

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import agentbench_kv
 from agentbench_kv.environments import process_env
+from agentbench_kv.environments.processors import usable_cores
 from agentbench_kv.errors import UsageError
 from agentbench_kv.methods.base import Method
 from agentbench_kv.methods.kvpress import KVPressMethod
@@ -87,14 +88,17 @@ def _source(cls: type) -> str | None:
 def hardware(device: str = "auto") -> dict[str, Any]:
     """Return processor, cores and accelerator, and the settings of waiting threads and of pages.
 
-    Of several accelerators it is the one that `device` names, else the first.
+    Of several accelerators it is the one that `device` names, else the first; `usable_cores` only
+    where this process may use fewer than there are (`taskset`).
     """
     import torch
 
+    cores, usable = os.cpu_count(), usable_cores()
     return {
         "machine": platform.machine(),
         "cpu": _cpu_name(),
-        "cores": os.cpu_count(),
+        "cores": cores,
+        **({"usable_cores": usable} if usable != cores else {}),
         "torch_threads": torch.get_num_threads(),
         "gpu": _gpu_name(device),
         "settings": process_env.in_force(os.environ),

@@ -27,6 +27,7 @@ from agentbench_kv.serving_bench.roofline import (
     decode_step,
     session_bytes,
 )
+from agentbench_kv.serving_bench.summary import disturbances
 
 # Engines' names of precisions by how they begin, and what of `BYTES` they take.
 _WIDTHS = {"fp8": "float8", "int8": "int8", "q8": "int8", "int4": "int4", "q4": "int4"}
@@ -57,7 +58,7 @@ class Achieved:
     hardware: Mapping[str, Any]  # what the record says of its machine
     assumed: str = ""  # what of this the run does not say
     kv_dtype: str | None = None  # of the cache, where it is not that of the weights
-    left_out: int = 0  # measurements of the folder that have failed requests
+    left_out: int = 0  # disturbed measurements of the folder
 
     def kinds(self, dtype: str | None = None, kv_dtype: str | None = None) -> dict[str, str]:
         """Return the dtypes of weights and cache: those asked for, else its own.
@@ -84,6 +85,17 @@ class Achieved:
         if self.read is not None:
             return self.read
         return session_bytes(decoder, self.rows, self.seen, kv_dtype)
+
+    def other_kinds(self, kinds: Mapping[str, str]) -> list[str]:
+        """Name the options that ask for another dtype than the run's, where that counts."""
+        known = {"dtype": self.dtype}
+        if self.read is None:  # else the engine has counted its bytes
+            known["kv_dtype"] = self.kv_dtype or self.dtype
+        return [
+            f"{self.name} ran in {own}; --{name.replace('_', '-')} {kinds[name]} was asked for"
+            for name, own in known.items()
+            if own not in (None, kinds[name])
+        ]
 
     def share(self, limit: Limit) -> float:
         """Return how near it came to a limit: 1 is there."""
@@ -146,27 +158,28 @@ def _mean_seen(record: TrialRecord) -> float:
 
 
 def _loads(folder: ServingFolder) -> Iterator[Achieved]:
-    """Yield medians over repetitions of each arm, shape and load."""
-    cells: dict[tuple[str, str, str], list[LoadMeasurement]] = defaultdict(list)
+    """Yield medians over repetitions of each arm, shape and load, of one machine and version."""
+    cells: dict[tuple[str, str, str, str], list[LoadMeasurement]] = defaultdict(list)
     measured = folder.measurements()
-    failed = sum(each.failed > 0 for each in measured)
-    for each in measured:
-        if each.kv and each.figures.get("median_tpot_ms") and not each.failed:
-            cells[each.arm, each.shape, each.load].append(each)
+    calm = [each for each in measured if not disturbances([each])]
+    for each in calm:
+        if each.kv and each.figures.get("median_tpot_ms"):
+            cells[each.arm, each.shape, each.load, each.origin].append(each)
     if not cells:
         raise UsageError(
-            f"{folder.path} has no measurement without failed requests, with a KV account and a "
-            "time per token; see its errors with kvbench report, and measure again"
+            f"{folder.path} has no measurement that nothing disturbed, with a KV account and a "
+            "time per token; see what did with kvbench report, and measure again"
         )
+    several = len({origin for *_, origin in cells}) > 1
     precisions = {arm.name: arm.kv_dtype for arm in folder.plan.arms}
-    for (arm, shape, load), repeats in cells.items():
+    for (arm, shape, load, origin), repeats in cells.items():
 
         def median(name: str, of: Sequence[LoadMeasurement] = repeats) -> float:
             return statistics.median(float(each.figures.get(name, 0)) for each in of)
 
         read = [each for each in map(read_per_token, repeats) if each is not None]
         yield Achieved(
-            name=f"{arm} {shape} {load}",
+            name=f"{arm} {shape} {load}" + f", {origin}" * several,
             sessions=statistics.median(map(_decoding, repeats)),
             rows=statistics.median(_counted(folder, each, "mean_decode_kv") for each in repeats),
             seen=statistics.median(_counted(folder, each, "median_logical") for each in repeats),
@@ -177,7 +190,7 @@ def _loads(folder: ServingFolder) -> Iterator[Achieved]:
             model=served_model(folder.plan, repeats),
             hardware=repeats[0].provenance.get("hardware") or {},
             assumed=_ASSUMED if all(_MEAN in each.figures for each in repeats) else _AT_LEAST,
-            left_out=failed,
+            left_out=len(measured) - len(calm),
         )
 
 

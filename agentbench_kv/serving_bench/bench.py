@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -34,6 +34,7 @@ from agentbench_kv.serving_bench.measurements import (
     ServingArm,
     ServingFolder,
     ServingPlan,
+    of_method,
 )
 from agentbench_kv.serving_bench.pool import PoolWatch
 from agentbench_kv.serving_bench.recorded import sessions_of
@@ -119,6 +120,7 @@ def _measure_missing(
                 order = MeasurementOrder(repetition, place, fresh.get(repetition, ()))
                 with ExitStack() as own:
                     server = kept.get(arm.name) or own.enter_context(_served(run, arm))
+                    _refuse_other_method(folder, arm, server, known.values())
                     for workload, load in missing:
                         measured = _measure(run, folder, arm, server, workload, load, order)
                         measured = measured.model_copy(update={"provenance": here})
@@ -129,6 +131,24 @@ def _measure_missing(
                         judged.add(arm.name)
                         key = (arm.name, run.workloads[0].label, run.loads[0].label, repetition)
                         folder.add(_judged(run, server, known[key], here))
+
+
+def _refuse_other_method(
+    folder: ServingFolder,
+    arm: ServingArm,
+    server: RunningServer,
+    known: Iterable[LoadMeasurement],
+) -> None:
+    """Refuse to go on with an arm whose method has other code or another calibration by now."""
+    now = of_method(server.about)
+    for each in known:
+        was = of_method(each.server)
+        changed = [name for name in was if each.arm == arm.name and was[name] != now.get(name)]
+        if changed:
+            raise UsageError(
+                f"the {changed[0]} of method {arm.method} changed since {folder.path} was begun; "
+                "choose another --out"
+            )
 
 
 def _judged(
@@ -260,6 +280,7 @@ def _measure(
         pool_bytes=pool.peak,
         prefixes_kept=pool.kept,
         restarts=pool.restarts,
+        timeout_s=run.timeout_s,
         random_prompts=not any(call.ids for session in sessions for call in session.calls),
         **msgspec.structs.asdict(result) | {"requests": details if run.detailed else None},
     )

@@ -32,6 +32,7 @@ class Hardware:
     products: Mapping[str, float]
     source: str
     measured: bool = False
+    threads: int = 0  # of a processor that was measured here
 
     def rate(self, dtype: str) -> float:
         """Return operations a second; UsageError for a dtype it has no figure of."""
@@ -138,9 +139,10 @@ def measure_hardware(dtype: str, device: str = "auto", repeats: int = 5) -> Hard
     speed = max(read_speed(repeats, kind), copy_speed(repeats, kind))
     product = product_speed(getattr(torch, dtype), (size, size, size), repeats, kind)
     name = torch.cuda.get_device_name() if kind == "cuda" else f"this machine's {kind}"
-    threads = "" if kind == "cuda" else f", {torch.get_num_threads()} threads"
-    source = f"measured here: sum and copy of 1 GiB, a product of {size:,}²{threads}"
-    return Hardware(name, speed, {dtype: product}, source, measured=True)
+    threads = 0 if kind == "cuda" else torch.get_num_threads()
+    with_threads = f", {threads} threads" * bool(threads)
+    source = f"measured here: sum and copy of 1 GiB, a product of {size:,}²{with_threads}"
+    return Hardware(name, speed, {dtype: product}, source, measured=True, threads=threads)
 
 
 def document(hardware: Hardware) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from pydantic import BaseModel, Field, TypeAdapter, ValidationError, model_valid
 
 from agentbench_kv.errors import UsageError
 from agentbench_kv.results.files import json_bytes, write_atomic, writing
+from agentbench_kv.results.store import METHOD_CODE
 from agentbench_kv.results.tables.model import slug
 from agentbench_kv.results.validity import DEFAULT_INTERVAL
 
@@ -39,8 +40,9 @@ _RATES = {
     "total_token_throughput": ("total_input_tokens", "total_output_tokens"),
 }
 _ROUNDING = 1e-6
-_NEEDED = ("failed", SPEED)
-_OF_SERVER = ("environment", "model_sha", "device")  # the same for all arms
+_SESSION_GOODPUT = "session_goodput"
+_NEEDED = ("duration", "completed", "failed", "total_output_tokens", SPEED)
+_OF_SERVER = ("environment", "threads", "model_sha", "device")  # the same for all arms
 _OF_ARMS = ("as shipped", "plug-in")  # set-ups, in which others name an engine's version
 _COUNTS = TypeAdapter(dict[str, int])
 Parsed = TypeVar("Parsed")
@@ -205,6 +207,7 @@ class LoadMeasurement(BaseModel, frozen=True, extra="forbid"):
     random_prompts: bool | None = None  # drawn anew, so that no cache can know them
     prefixes_kept: str = ""  # why the server's prefix cache was not emptied before
     restarts: int = 0  # how often the backend died meanwhile and was started again
+    timeout_s: float | None = None  # after which a request has failed
     provenance: dict[str, Any] = Field(default_factory=dict)  # versions and hardware
 
     @property
@@ -223,6 +226,7 @@ class LoadMeasurement(BaseModel, frozen=True, extra="forbid"):
             machine.get("gpu") or machine.get("cpu") or "a machine unknown",
             f"kvbench {known.get('kvbench') or 'unknown'}{state}",
             *(str(own[name]) for name in ("engine", "environment") if own[name]),
+            *(f"{own[name]} threads" for name in ("threads",) if own[name]),
         )
         digest = hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode()).hexdigest()
         return f"{', '.join(words)} ({digest[:6]})"
@@ -267,10 +271,9 @@ def _rates(figures: Mapping[str, float]) -> dict[str, float]:
 def _contradiction(measured: LoadMeasurement) -> str:
     """Say which figures of a measurement cannot go together; "" if they can."""
     figures = measured.figures
-    seconds, completed = figures.get("duration", 0.0), figures.get("completed", 0)
-    good = figures.get(GOODPUT, 0.0) * seconds
-    if abs(good - round(good)) > _ROUNDING * max(1.0, good):
-        return f"{GOODPUT} and duration make no whole number of requests"
+    seconds, completed = figures["duration"], figures["completed"]
+    if reason := _miscounted(measured):
+        return reason
     busy = figures.get("mean_e2el_ms", 0.0) / 1e3 * completed  # seconds, of all requests
     told = figures.get("concurrency", busy / seconds if seconds > 0 else 0.0) * seconds
     if abs(told - busy) > _ROUNDING * busy:
@@ -281,6 +284,30 @@ def _contradiction(measured: LoadMeasurement) -> str:
     if counted and not measured.failed and told > counted:
         return f"total_output_tokens are more than the {counted:,} that the engine decoded"
     return ""
+
+
+def _miscounted(measured: LoadMeasurement) -> str:
+    """Say which counts of requests cannot go together; "" if they can."""
+    figures, sent = measured.figures, measured.num_prompts
+    completed, seconds = int(figures["completed"]), figures["duration"]
+    if completed + measured.failed > sent or (not measured.failed and completed < sent):
+        return f"completed and failed do not go together with num_prompts ({sent:,})"
+    if sum(measured.errors.values()) > measured.failed:
+        return "errors are of more requests than failed"
+    for name, most in ((GOODPUT, completed), (_SESSION_GOODPUT, figures.get("sessions", sent))):
+        good = figures.get(name, 0.0) * seconds
+        if abs(good - round(good)) > _ROUNDING * max(1.0, good):
+            return f"{name} and duration make no whole number"
+        if round(good) > most:
+            return f"{name} and duration make {round(good):,}, and there were {most:,}"
+    return ""
+
+
+def of_method(server: Mapping[str, Any]) -> dict[str, str]:
+    """Return what an engine said of its method's code and calibration, by what they are called."""
+    calibration = (server.get("calibration") or {}).get("sha256")
+    known = {"code": server.get(METHOD_CODE), "calibration": calibration}
+    return {name: str(value) for name, value in known.items() if value}
 
 
 def read_per_token(measured: LoadMeasurement) -> float | None:
@@ -382,10 +409,15 @@ class ServingFolder:
             raise UsageError(
                 f"{path}: repetition {found.repetition + 1} of {self.plan.repeats}; remove it"
             )
-        needed = (*_NEEDED, *[GOODPUT] * bool(self.plan.goodput))
+        needed = [*_NEEDED, *[GOODPUT, _SESSION_GOODPUT] * bool(self.plan.goodput)]
+        needed += ["mean_e2el_ms"] * bool(found.figures.get("completed"))
         if lacking := [name for name in needed if name not in found.figures]:
             raise UsageError(f"{path} has no {', '.join(lacking)}; remove it and measure it again")
-        if reason := _contradiction(found):
+        begun = self._attempts().get(path.name, found.begun)
+        reason = _contradiction(found)
+        if begun != found.begun and not found.failed:  # what has failed may be under way again
+            reason = f"begun {found.begun} times by this file and {begun} times by {_ATTEMPTS}"
+        if reason:
             raise UsageError(
                 f"{path}: {reason}, so one of them was changed; remove it and measure it again"
             )

@@ -15,6 +15,10 @@ from agentbench_kv.engines.serving.model_facts import decoder_config, read_model
 from agentbench_kv.errors import UsageError
 from agentbench_kv.serving_bench.hardware import Hardware
 
+IMPOSSIBLE = (
+    "above 100 % is a fault of the measurement, no speed: the times, the sessions in a step, the "
+    "dtypes or the machine's figures are wrong"
+)
 # Bytes of a number in weights or cache; scales of quantised ones are not counted.
 BYTES = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0, "float8": 1.0, "int8": 1.0, "int4": 0.5}
 # Model types whose feed-forward has two matrices; the others' have a gate besides.

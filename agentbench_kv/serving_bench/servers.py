@@ -18,6 +18,7 @@ from agentbench_kv.gateway.http import BackgroundServer, ServerSettings
 from agentbench_kv.registry import make_method
 from agentbench_kv.run.calibration import calibrated, calibration_used
 from agentbench_kv.run.engines import start_engine
+from agentbench_kv.run.provenance import method_code
 from agentbench_kv.run.recordings import Recording
 from agentbench_kv.serving_bench import jobs
 from agentbench_kv.serving_bench.endpoints import authorization
@@ -26,6 +27,8 @@ from agentbench_kv.serving_bench.prompts import read_vocabulary
 
 _QUEUE = 4096
 _ANSWER_S = 20.0
+# Arguments by which an engine's cache is sized, whatever else is asked for.
+_SIZES = {"cells", "kv-cache-memory-bytes", "max-total-tokens", "num-gpu-blocks-override"}
 _MOST_RUNNING = 1024  # sessions in which something is read or generated; more may be open
 
 
@@ -46,10 +49,13 @@ class RunningServer:
 def pool_tokens(plan: ServingPlan, arm: ServingArm, *, per_query_head: bool) -> int | None:
     """Return how many cached tokens an arm's pool has room for; None: the engine decides.
 
-    A UsageError where rows do not all take the same, or the pool has no room for one.
+    A UsageError where something else sizes the cache, rows do not all take the same, or the pool
+    has no room for one.
     """
     if plan.pool_mb is None:
         return None
+    if own := _SIZES & plan.engine_args.keys():
+        raise UsageError(f"--pool-mb: --engine-arg {min(own)} sizes the cache, too; leave one out")
     if arm.kv_dtype.startswith("kivi"):
         raise UsageError(f"--pool-mb: rows of {arm.name} take less as they age; leave it out")
     facts = read_model(model_path(plan.model))
@@ -101,7 +107,7 @@ def serve_arm(plan: ServingPlan, arm: ServingArm, at_once: int) -> Iterator[Runn
             "device": info.device,
             "dtype": info.dtype,
         }
-        about |= calibration_used(method)
+        about |= calibration_used(method) | method_code(plain)
         about |= {"max_live_tokens": room} if room is not None else {}
         target = jobs.Target(server.url.removesuffix("/v1"), "gateway", info.model, arm.drops)
         about |= info.details

@@ -6,7 +6,7 @@ Figures are medians over repetitions, ratios are paired by repetition.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from itertools import product
@@ -25,6 +25,7 @@ from agentbench_kv.serving_bench.measurements import (
     Quality,
     ServingArm,
     ServingPlan,
+    of_method,
     read_per_token,
     served_model,
 )
@@ -57,6 +58,7 @@ class ArmFigures(BaseModel, frozen=True):
     origins: list[str] = []  # machines and versions that it was measured with
     apart_h: float = 0.0  # most hours between the two measurements of a pair
     again: int = 0  # repetitions that were begun more than once
+    timeouts_s: list[float] = []  # seconds after which a request has failed
 
     @property
     def answered(self) -> bool:
@@ -84,12 +86,22 @@ class BestLoad(BaseModel, frozen=True):
     end: str = ""  # of the arm's loads, if it is at one: `lowest`, `highest` or `only one`
 
 
+class UnrankedLoad(BaseModel, frozen=True):
+    """A load at which an arm is better than at its best one, and may not be ranked."""
+
+    arm: str
+    shape: str
+    load: str
+    reason: str
+
+
 class ServingSummary(BaseModel, frozen=True):
     """What a folder of measurements says."""
 
     plan: ServingPlan
     cells: list[ArmFigures]
     best: list[BestLoad]
+    unranked: list[UnrankedLoad] = []
     missing: list[str] = []  # files of measurements that were begun and are not there
 
 
@@ -103,7 +115,8 @@ def summarize_serving(
         groups[each.shape, each.load, each.arm].append(each)
     quality = _qualities(measured)
     sent = _sent(plan, measured)
-    cells, best = [], []
+    cells, best, unranked = [], [], []
+    by = GOODPUT if plan.goodput else SPEED
     for shape in plan.shapes:
         made = []
         for load, arm in product(plan.loads, plan.arms):
@@ -113,8 +126,11 @@ def summarize_serving(
                 known = _maybe_known(arm, runs, sent[arm.name])
                 made.append(found.model_copy(update={"reasons": [*found.reasons, *known]}))
         cells += made
-        best += _best(made, groups, GOODPUT if plan.goodput else SPEED, plan.open_at_most)
-    return ServingSummary(plan=plan, cells=cells, best=best, missing=list(missing))
+        best += _best(made, groups, by, plan.open_at_most)
+        unranked += _unranked(made, by)
+    return ServingSummary(
+        plan=plan, cells=cells, best=best, unranked=unranked, missing=list(missing)
+    )
 
 
 def _sent(plan: ServingPlan, measured: Iterable[LoadMeasurement]) -> Counter[str]:
@@ -166,6 +182,7 @@ def _arm_figures(
         quality=quality,
         origins=sorted({run.origin for run in runs}),
         model_runner=str(runs[0].server.get("model_runner", "")),
+        timeouts_s=sorted({run.timeout_s for run in runs if run.timeout_s is not None}),
     )
 
 
@@ -229,7 +246,7 @@ def _place(run: LoadMeasurement) -> tuple[int, str]:
 
 def _undisturbed(runs: Sequence[LoadMeasurement], by: str) -> dict[tuple[int, str], float]:
     """Return a figure of those repetitions that nothing speaks against by itself."""
-    return {_place(run): run.figures[by] for run in runs if not _disturbances([run])}
+    return {_place(run): run.figures[by] for run in runs if not disturbances([run])}
 
 
 def _best(
@@ -263,6 +280,19 @@ def _best(
     ]
 
 
+def _unranked(cells: Sequence[ArmFigures], by: str) -> Iterator[UnrankedLoad]:
+    """Yield the loads of one shape that would have been an arm's best."""
+    ranked: dict[str, tuple[float, float]] = {}
+    for cell in cells:
+        if not cell.reasons:
+            ranked[cell.arm] = max(_worth(cell, by), ranked.get(cell.arm, (0.0, 0.0)))
+    for cell in cells:
+        if cell.reasons and _worth(cell, by) > ranked.get(cell.arm, (0.0, 0.0)):
+            yield UnrankedLoad(
+                arm=cell.arm, shape=cell.shape, load=cell.load, reason="; ".join(cell.reasons)
+            )
+
+
 def _worth(cell: ArmFigures, by: str) -> tuple[float, float]:
     """Return what loads are ordered by; alike ones by their output."""
     return cell.figures[by].point, cell.figures[SPEED].point
@@ -291,10 +321,20 @@ def size_of(load: str, open_at_most: int | None) -> float:
 
 def _reasons(arm: ServingArm, runs: Sequence[LoadMeasurement]) -> list[str]:
     unproved = _unproved(arm, runs)
-    return [*_disturbances(runs), *([unproved] if unproved else [])]
+    return [*disturbances(runs), *_mixed(runs), *([unproved] if unproved else [])]
 
 
-def _disturbances(runs: Sequence[LoadMeasurement]) -> list[str]:
+def _mixed(runs: Sequence[LoadMeasurement]) -> list[str]:
+    """Say that an arm's method changed between its repetitions."""
+    known = [of_method(run.server) for run in runs]
+    return [
+        f"measured with {len(states)} states of the method's {name}"
+        for name in ("code", "calibration")
+        if len(states := {each[name] for each in known if name in each}) > 1
+    ]
+
+
+def disturbances(runs: Sequence[LoadMeasurement]) -> list[str]:
     """Say what speaks against some repetitions, whatever was asked for."""
     reasons = []
     if failed := sum(run.failed for run in runs):

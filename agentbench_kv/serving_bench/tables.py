@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from math import inf
 from pathlib import Path
 
+from agentbench_kv.errors import KVBenchError
+from agentbench_kv.registry import make_method
 from agentbench_kv.results.papers import PublishedFigure, figures
 from agentbench_kv.results.stats import REPETITIONS, Median, Scores, level
 from agentbench_kv.results.tables.costs import runner_notes
@@ -22,6 +25,7 @@ from agentbench_kv.serving_bench.summary import (
     ArmFigures,
     BestLoad,
     ServingSummary,
+    UnrankedLoad,
     summarize_serving,
 )
 
@@ -84,17 +88,19 @@ def serving_tables(folders: Sequence[Path]) -> list[Table]:
 def summary_tables(summary: ServingSummary) -> list[Table]:
     """Return two tables for every shape that was measured: all loads, each arm at its best."""
     tables = []
-    missing = _missing(summary.missing)
     for shape in summary.plan.shapes:
-        if cells := [cell for cell in summary.cells if cell.shape == shape]:
-            tables.append(_loads_table(summary.plan, shape, cells, missing))
+        cells = [cell for cell in summary.cells if cell.shape == shape]
+        more = [*_timeouts(cells), *_missing(summary.missing)]
+        if cells:
+            tables.append(_loads_table(summary.plan, shape, cells, more))
         if best := [each for each in summary.best if each.shape == shape]:
-            tables.append(_best_table(summary.plan, shape, best, missing))
+            more = [*_unranked([u for u in summary.unranked if u.shape == shape]), *more]
+            tables.append(_best_table(summary.plan, shape, best, more))
     return tables
 
 
 def _loads_table(
-    plan: ServingPlan, shape: str, cells: Sequence[ArmFigures], missing: Sequence[str]
+    plan: ServingPlan, shape: str, cells: Sequence[ArmFigures], more: Sequence[str]
 ) -> Table:
     bases = _bases(cells)
     of_kv = _KV_COLUMNS if any(cell.kv for cell in cells) else {}
@@ -123,7 +129,7 @@ def _loads_table(
             *(_kv_cell(cell, name) for name in of_kv),
         )
         rows.append(Row(row, "; ".join(cell.reasons) or None))
-    notes = [*_notes(plan, cells), *missing]
+    notes = [*_notes(plan, cells), *more]
     return _table(plan, shape, "under load", columns, rows, notes)
 
 
@@ -165,7 +171,7 @@ def _known(columns: Mapping[str, Column], cells: Sequence[ArmFigures]) -> dict[s
 
 
 def _best_table(
-    plan: ServingPlan, shape: str, best: Sequence[BestLoad], missing: Sequence[str]
+    plan: ServingPlan, shape: str, best: Sequence[BestLoad], more: Sequence[str]
 ) -> Table:
     bases = _bases(best)
     rows = []
@@ -191,10 +197,10 @@ def _best_table(
         f"best load: highest median {by} of those without a failed request; ratios, of {by}, "
         "pair repetitions",
         *_ends(best),
-        *_few(best),
+        *few_notes(best),
         *pairing_notes(best),
         *_setting_notes(plan),
-        *missing,
+        *more,
         *[DUMMY] * (plan.weights == "dummy"),
     ]
     return _table(plan, shape, "each arm at its best load", columns, rows, notes)
@@ -274,7 +280,7 @@ def _notes(plan: ServingPlan, cells: Sequence[ArmFigures]) -> list[str]:
             "follows the first change is read again (prefilled, computed again: all sessions), "
             "with the recorded answers in it"
         )
-    notes += _few(cells)
+    notes += few_notes(cells)
     notes += pairing_notes(cells)
     if plan.engine == "embedded" and any(arm.kv_dtype for arm in plan.arms):
         notes.append(SIMULATED)
@@ -297,6 +303,8 @@ def _setting_notes(plan: ServingPlan) -> list[str]:
     if plan.engine_args:
         given = " ".join(f"{name}={value}" for name, value in plan.engine_args.items())
         notes.append(f"engine arguments of every arm: {given}")
+    if chosen := list(_chosen(plan)):
+        notes.append(f"settings other than the preset's: {'; '.join(chosen)}")
     if plan.together:
         notes.append("all arms' servers were up at once, and one of them was measured at a time")
     most = plan.open_at_most
@@ -304,6 +312,37 @@ def _setting_notes(plan: ServingPlan) -> list[str]:
     if above:
         notes.append(f"{', '.join(above)}: there are {most} sessions, so no more were open at once")
     return notes
+
+
+def _chosen(plan: ServingPlan) -> Iterator[str]:
+    """Yield the settings of arms that are not those of their methods' presets."""
+    for arm in plan.arms:
+        if not arm.method or not arm.settings:
+            continue
+        with suppress(KVBenchError):  # a plug-in's method that is not here
+            usual = make_method(arm.method, arm.budget).settings()
+            own = {name: arm.settings[name] for name in arm.settings.keys() & usual.keys()}
+            said = [f"{name}={own[name]}" for name in sorted(own) if own[name] != usual[name]]
+            if said:
+                yield f"{arm.name} {' '.join(said)}"
+
+
+def _timeouts(cells: Sequence[ArmFigures]) -> list[str]:
+    """Say after which time requests have failed, where it is not the same for all."""
+    known: dict[float, list[str]] = {}
+    for cell in cells:
+        for timeout in cell.timeouts_s:
+            known.setdefault(timeout, []).append(f"{cell.arm} {cell.load}")
+    if len(known) < 2:
+        return []
+    said = "; ".join(f"{s:g} s ({', '.join(known[s])})" for s in sorted(known))
+    return [f"requests failed after different times (--timeout): {said}"]
+
+
+def _unranked(loads: Sequence[UnrankedLoad]) -> list[str]:
+    """Name the loads at which arms are better than shown, but may not be ranked."""
+    said = "; ".join(f"{each.arm} {each.load} ({each.reason})" for each in loads)
+    return [f"better than the load shown, and not ranked: {said}"] * bool(said)
 
 
 def _event_notes(cells: Sequence[ArmFigures]) -> list[str]:
@@ -361,10 +400,13 @@ def _missing(names: Sequence[str]) -> list[str]:
     return [f"begun, and not there (running, interrupted or removed): {shown}"]
 
 
-def _few(known: Sequence[ArmFigures | BestLoad]) -> list[str]:
+def few_notes(known: Sequence[ArmFigures | BestLoad]) -> list[str]:
+    """Say that there are few repetitions or pairs, and where not all repetitions have a pair."""
     fewest = min(each.repetitions for each in known)
-    notes = [f"fewest repetitions: {fewest}; fewer than {REPETITIONS} decide nothing"]
-    notes = notes * (fewest < REPETITIONS)
+    pairs = min((ratio.n for each in known for ratio in each.ratios.values()), default=fewest)
+    what, least = ("pairs", pairs) if pairs < fewest else ("repetitions", fewest)
+    notes = [f"fewest {what}: {least}; fewer than {REPETITIONS} decide nothing"]
+    notes = notes * (least < REPETITIONS)
     lost = [
         f"{each.arm} {each.load} {ratio.n} of {each.repetitions}"
         for each in known

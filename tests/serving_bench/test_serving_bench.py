@@ -72,6 +72,7 @@ class Fake:
         self.most_running = 0
         self.jobs: list[tuple[str, LoadJob]] = []
         self._context = context
+        self.about: dict[str, dict[str, Any]] = {}  # what each arm's engine says of itself
 
     @contextmanager
     def serve(self, plan: ServingPlan, arm: ServingArm, at_once: int) -> Any:  # noqa: ARG002
@@ -80,14 +81,24 @@ class Fake:
         self.running += 1
         self.most_running = max(self.most_running, self.running)
         try:
-            yield RunningServer(Target(arm.name, "gateway", "m"), Vocabulary(9), self._context)
+            target, about = Target(arm.name, "gateway", "m"), self.about.get(arm.name, {})
+            yield RunningServer(target, Vocabulary(9), self._context, about)
         finally:
             self.running -= 1
 
     def measure(self, job: LoadJob, warmed: Callable[[], None]) -> JobResult:
         warmed()
         self.jobs.append((job.target.base, job))
-        return JobResult({"output_throughput": 1.0, "failed": 0, "completed": 8}, None, {}, 0, [])
+        sent = sum(len(session.calls) for session in job.sessions)
+        return JobResult(load_figures(sent), None, {}, 0, [])
+
+
+def load_figures(completed: int, failed: int = 0) -> dict[str, int | float]:
+    return {
+        "completed": completed, "failed": failed, "duration": 10.0,
+        "total_output_tokens": 10 * bool(completed), "output_throughput": 1.0 * bool(completed),
+        **({"mean_e2el_ms": 1000.0} if completed else {}),
+    }  # fmt: skip
 
 
 @pytest.fixture
@@ -199,7 +210,7 @@ def test_what_has_failed_requests_is_measured_again(
     fake: Fake, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     run = make_run(repeats=1)
-    figures = {"output_throughput": 1.0, "failed": 2, "completed": 6}
+    figures = load_figures(6, failed=2)
     failing = JobResult(figures, None, {"HTTP 500": 2}, 0, [])
     with monkeypatch.context() as broken:
         broken.setattr(bench, "measure_apart", lambda *_: failing)
@@ -256,13 +267,42 @@ def test_a_removed_or_failed_measurement_leaves_a_trace(
         assert sum(path.name in note and "not there" in note for note in notes) == 4
     else:  # as a version left it that did not count
         (tmp_path / "attempts.json").unlink()
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"failed": 1}))
+        path.write_text(json.dumps(json.loads(path.read_text()) | load_figures(7, failed=1)))
     measure(run, tmp_path)
     assert len(fake.jobs) == 13
     assert begun_again(tmp_path) == [path.name]
     tables = [table for table in serving_tables([tmp_path]) if SHAPES[0].label in table.title]
     told = [any("full c2 (1 of 1)" in note for note in table.notes) for table in tables]
     assert told == [True, True]  # under load, and at the best load
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "said"),
+    [
+        ({"method_code": "a"}, {"method_code": "b"}, "the code of method agentkv changed"),
+        ({"method_code": "a"}, {"method_code": "a"}, ""),
+        ({}, {"method_code": "b"}, ""),
+        (
+            {"calibration": {"sha256": "a"}},
+            {"calibration": {"sha256": "b"}},
+            "the calibration of method agentkv changed",
+        ),
+    ],
+)
+def test_a_method_that_changed_is_not_measured_into_the_same_folder(
+    fake: Fake, tmp_path: Path, was: dict[str, Any], now: dict[str, Any], said: str
+) -> None:
+    fake.about = {"agentkv": was}
+    measure(make_run(repeats=1), tmp_path)
+    (first, *_) = sorted(tmp_path.glob("rep01-agentkv-*"))
+    first.unlink()
+    fake.about = {"agentkv": now, "full": {"method_code": "of another method"}}
+    if not said:
+        assert len(measure(make_run(repeats=1), tmp_path)) == 12
+        return
+    with pytest.raises(UsageError, match=said):
+        measure(make_run(repeats=1), tmp_path)
+    assert len(list(tmp_path.glob("rep*.json"))) == 11
 
 
 def test_what_is_refused_was_not_begun(fake: Fake, tmp_path: Path) -> None:
@@ -380,14 +420,14 @@ def by_url(*words: str) -> Any:
 def test_a_load_test_that_nothing_answered_has_failed(
     fake: Fake, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    figures = {"output_throughput": 0.0, "failed": 4, "completed": 0}
-    failing = JobResult(figures, None, {"HTTP 500: no": 4}, 0, [])
+    figures = load_figures(0, failed=12)
+    failing = JobResult(figures, None, {"HTTP 500: no": 12}, 0, [])
     words = ("--vocab", "100", "--shape", "100/10", "--out", str(tmp_path))
     with monkeypatch.context() as broken:
         broken.setattr(bench, "measure_apart", lambda *_: failing)
         done = by_url(*words)
     assert done.exit_code == 1
-    said = "error: no request was answered: a, 100/10, c4: 4 of 4 requests failed: HTTP 500: no"
+    said = "error: no request was answered: a, 100/10, c4: 12 of 12 requests failed: HTTP 500: no"
     assert done.stderr.splitlines()[-1] == said
     assert by_url(*words).exit_code == 0
     assert len(fake.jobs) == 1

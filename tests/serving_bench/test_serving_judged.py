@@ -65,6 +65,12 @@ def make_run(*arms: str) -> ServingRun:
     return ServingRun(plan, (Workload(shape),), (load,), recordings=RECORDED)
 
 
+FIGURES = {
+    "completed": 4, "failed": 0, "duration": 10.0, "total_output_tokens": 10,
+    "output_throughput": 1.0, "mean_e2el_ms": 1000.0,
+}  # fmt: skip
+
+
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Servers that were started, none of which is one."""
@@ -77,7 +83,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def measure(_: LoadJob, warmed: Callable[[], None]) -> JobResult:
         warmed()
-        return JobResult({"output_throughput": 1.0, "failed": 0, "completed": 4}, None, {}, 0, [])
+        return JobResult(FIGURES, None, {}, 0, [])
 
     monkeypatch.setattr(bench, "serve_arm", serve)
     monkeypatch.setattr(bench, "measure_apart", measure)

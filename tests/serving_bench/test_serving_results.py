@@ -23,6 +23,8 @@ from agentbench_kv.serving_bench.summary import ServingSummary, summarize_servin
 from agentbench_kv.serving_bench.tables import DUMMY, serving_tables, summary_tables
 
 AGENTKV = ServingArm(name="agentkv 4096", method="agentkv", budget=4096, settings={"interval": 128})
+OTHER = AGENTKV.model_copy(update={"settings": {"interval": 8192, "trigger": "turn"}})
+GONE = ServingArm(name="a plug-in's", method="not-installed", settings={"a": 1})
 ARMS = [ServingArm(name="full", method="full"), AGENTKV]
 KV = {"events": 8, "session_resets": 0, "max_over_budget": 100, "median_peak_live": 4224.0}
 SPEEDS = {
@@ -54,7 +56,11 @@ def plan(**changes: Any) -> ServingPlan:
 def measurement(
     arm: str, load: str, repetition: int, speed: float, **changes: Any
 ) -> LoadMeasurement:
-    figures = {"output_throughput": speed, "completed": 16, "failed": 0, "median_ttft_ms": 10.5}
+    figures = {
+        "output_throughput": speed, "completed": 16, "failed": 0, "median_ttft_ms": 10.5,
+        "duration": 8.0, "total_output_tokens": 8 * speed, "mean_e2el_ms": 4e3,
+        "request_throughput": 2.0,
+    }  # fmt: skip
     fields: dict[str, Any] = {
         "arm": arm,
         "shape": "32k/1k",
@@ -152,6 +158,56 @@ def test_a_best_load_at_the_end_of_those_tried_is_named(
     assert notes == (
         [f"best at the end of the loads tried, so another may be better: {told}"] if told else []
     )
+
+
+@pytest.mark.parametrize(("speed", "told"), [(50.0, False), (500.0, True)])
+def test_a_better_load_that_is_not_ranked_is_told_beside_the_best(speed: float, told: bool) -> None:
+    """One failed request of `full` at its best load made every ratio to it larger, in silence."""
+    broken = {"figures": {"failed": 1, "completed": 15}, "errors": {"no answer": 1}}
+    runs = [run for run in measured() if (run.arm, run.load) != ("full", "c16")]
+    runs += [measurement("full", "c16", n, speed, **broken) for n in range(3)]
+    _, best = summary_tables(summary(runs))
+    said = (
+        "better than the load shown, and not ranked: full c16 (3 of 48 requests failed: no answer)"
+    )
+    assert (said in best.notes) is told
+    alone = [run for run in runs if run.load == "c16"]
+    _, best = summary_tables(summary(alone))
+    assert said in best.notes  # without any that is ranked
+
+
+def test_requests_that_failed_after_different_times_are_told() -> None:
+    runs = [measurement("full", "c8", 0, 1.0, timeout_s=60.0)]
+    runs += [measurement("agentkv 4096", "c8", 0, 1.0, timeout_s=60.0)]
+    assert not any("--timeout" in note for note in summary_tables(summary(runs))[0].notes)
+    runs[1] = runs[1].model_copy(update={"timeout_s": 1800.0})
+    said = "60 s (full c8); 1800 s (agentkv 4096 c8)"
+    for table in summary_tables(summary(runs)):
+        assert f"requests failed after different times (--timeout): {said}" in table.notes
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "said"),
+    [
+        ({"method_code": "a"}, {"method_code": "b"}, "2 states of the method's code"),
+        ({"method_code": "a"}, {"method_code": "a"}, ""),
+        ({"method_code": "a"}, {}, ""),  # an older measurement
+        (
+            {"calibration": {"sha256": "a"}},
+            {"calibration": {"sha256": "b"}},
+            "2 states of the method's calibration",
+        ),
+    ],
+)
+def test_an_arm_of_two_states_of_its_method_is_not_ranked(
+    first: dict[str, Any], second: dict[str, Any], said: str
+) -> None:
+    """Slow and careful, fast and careless: an author's two versions made one median."""
+    runs = [
+        measurement("agentkv 4096", "c8", n, 1.0, server=s) for n, s in ((0, first), (1, second))
+    ]
+    (found,) = summary(runs).cells
+    assert found.reasons == ([f"measured with {said}"] if said else [])
 
 
 def test_a_cell_with_failures_is_not_ranked_and_never_the_best() -> None:
@@ -265,15 +321,21 @@ def changed_file(folder: ServingFolder, **changes: Any) -> Path:
     ("changes", "said"),
     [
         ({"failed": None}, "has no failed"),
-        ({"output_throughput": None}, "has no output_throughput"),
         ({"request_goodput": None}, "has no request_goodput"),
-        ({"duration": 7.0}, "no whole number of requests"),
-        ({"duration": 4.0, "request_goodput": 3.0}, "concurrency and duration do not go together"),
-        ({"duration": 4.0, "request_goodput": 3.0, "concurrency": 12.0}, "duration is too short"),
-        (
-            {"duration": 4.0, "request_goodput": 3.0, "concurrency": None},
-            "duration is too short for 12 requests",
-        ),
+        ({"duration": None}, "has no duration"),
+        ({"mean_e2el_ms": None}, "has no mean_e2el_ms"),
+        ({"total_output_tokens": None}, "has no total_output_tokens"),
+        ({"duration": 7.0}, "no whole number"),
+        ({"request_goodput": 3.0}, "make 24, and there were 12"),
+        ({"session_goodput": 0.625}, "session_goodput and duration make 5, and there were 4"),
+        ({"completed": 11}, r"do not go together with num_prompts \(12\)"),
+        ({"failed": 1}, r"do not go together with num_prompts \(12\)"),
+        ({"num_prompts": 13}, r"do not go together with num_prompts \(13\)"),
+        ({"errors": {"HTTP 500": 1}}, "errors are of more requests than failed"),
+        ({"begun": 2}, r"begun 2 times by this file and 1 times by attempts\.json"),
+        ({"duration": 4.0}, "concurrency and duration do not go together"),
+        ({"duration": 4.0, "concurrency": 12.0}, "duration is too short"),
+        ({"duration": 4.0, "concurrency": None}, "duration is too short for 12 requests"),
         (
             {"total_output_tokens": 65, "kv": {"decode_tokens": 64}},
             "more than the 64 that the engine decoded",
@@ -286,9 +348,11 @@ def test_a_file_that_was_changed_by_hand_is_refused(
     tmp_path: Path, changes: dict[str, Any], said: str
 ) -> None:
     folder = ServingFolder.create(tmp_path, plan(goodput={"ttft": 100.0}), {})
-    honest = {"duration": 8.0, "request_goodput": 1.5, "completed": 12}
-    honest |= {"mean_e2el_ms": 4e3, "concurrency": 6.0}
+    honest = {"duration": 8.0, "request_goodput": 1.5, "completed": 12, "num_prompts": 12}
+    honest |= {"mean_e2el_ms": 4e3, "concurrency": 6.0, "session_goodput": 0.5, "sessions": 4}
     changed_file(folder, **honest)
+    folder.measurements()
+    (tmp_path / "attempts.json").write_text('{"rep01-full-32k-1k-c8.json": 1}')
     folder.measurements()
     path = changed_file(folder, **honest | changes)
     with pytest.raises(UsageError, match=said) as error:
@@ -310,7 +374,7 @@ def test_a_copied_file_is_no_other_repetition(tmp_path: Path) -> None:
 
 def test_rates_are_those_of_totals_and_duration(tmp_path: Path) -> None:
     folder = ServingFolder.create(tmp_path, plan(), {})
-    changed_file(folder, duration=2.0, total_output_tokens=50, output_throughput=9999.0)
+    changed_file(folder, duration=10.0, total_output_tokens=250, output_throughput=9999.0)
     (found,) = folder.measurements()
     assert found.figures["output_throughput"] == 25.0
 
@@ -519,6 +583,12 @@ def test_what_changes_every_figure_and_stands_in_no_row_is_told(number: int) -> 
         "equal memory: every arm has 9 MB for cached rows; full@offload may move rows to the "
         "machine's own memory beside it": {"pool_mb": 9.0, "arms": [*ARMS, moving]},
         "c16: there are 9 sessions, so no more were open at once": {"sessions": 9},
+        "settings other than the preset's: agentkv 4096 interval=8192 trigger=turn": {
+            "arms": [ARMS[0], OTHER]
+        },
+        "settings other than the preset's: agentkv 4096 interval=8192": {
+            "arms": [ARMS[0], GONE, AGENTKV.model_copy(update={"settings": {"interval": 8192}})]
+        },
     }
     for note, change in told.items():
         assert note not in plain

@@ -52,7 +52,10 @@ GPT_OSS_20B = QWEN3_8B | {
     "max_position_embeddings": 131072,
     "layer_types": ["sliding_attention", "full_attention"] * 12,
 }  # fmt: skip
-PLAIN = {"failed": 0, "output_throughput": 1.0}
+PLAIN = {
+    "completed": 1, "failed": 0, "duration": 3.0, "total_output_tokens": 3, "mean_e2el_ms": 4.0,
+    "output_throughput": 1.0,
+}  # fmt: skip
 BF16 = {"dtype": "bfloat16", "kv_dtype": "bfloat16"}
 
 
@@ -344,9 +347,8 @@ def test_a_load_test_has_a_row_for_each_load(tmp_path: Path) -> None:
                 backend="", model_id="", num_prompts=1, max_concurrency=2, request_rate="inf",
                 kv={"mean_decode_kv": 1000.0, "median_logical": 1064.0},
                 figures={
-                    "median_tpot_ms": 10.0 + 2 * repetition, "concurrency": 9.0,
-                    "mean_concurrent_decodes": float(load[1]), "failed": 0,
-                    "output_throughput": 1.0,
+                    "median_tpot_ms": 10.0 + 2 * repetition,
+                    "mean_concurrent_decodes": float(load[1]), **PLAIN,
                 },
             )
         )  # fmt: skip
@@ -378,7 +380,7 @@ def test_requests_that_wait_are_in_no_step_of_an_older_measurement(tmp_path: Pat
     folder.add(
         LoadMeasurement(
             arm="full", shape="1k/64", load="c8", repetition=0, place=0, date="", backend="",
-            model_id="", num_prompts=1, max_concurrency=8, request_rate="inf", figures=figures,
+            model_id="", num_prompts=8, max_concurrency=8, request_rate="inf", figures=figures,
             kv={"mean_decode_kv": 1000.0, "median_logical": 1064.0},
         )
     )  # fmt: skip
@@ -402,8 +404,8 @@ def loads_folder(path: Path, accounts: list[dict[str, Any]], **changes: Any) -> 
         folder.add(
             LoadMeasurement(
                 arm="full", shape="1k/64", load="c2", repetition=number, place=0, date="",
-                backend="", model_id="", num_prompts=1, max_concurrency=2, request_rate="inf",
-                kv=account, figures=figures,
+                backend="", model_id="", num_prompts=1 + figures["failed"], max_concurrency=2,
+                request_rate="inf", kv=account, figures=figures,
             )
         )  # fmt: skip
     return path
@@ -463,11 +465,47 @@ def test_repetitions_with_failed_requests_are_left_out(tmp_path: Path) -> None:
     path = loads_folder(tmp_path / "a", [ACCOUNT, broken])
     (row,) = rows_of("--run", str(path))
     assert row["achieved_tokens_per_s"] == pytest.approx(200)
-    assert "left out: 1 measurements that have failed requests" in row["notes"]
+    assert "left out: 1 measurements that something disturbed" in row["notes"]
     path = loads_folder(tmp_path / "b", [broken])
     error = run_cli("--hardware", "h100", "--run", str(path)).exception
     assert isinstance(error, UsageError)
-    assert "no measurement without failed requests" in str(error)
+    assert "no measurement that nothing disturbed" in str(error)
+
+
+def test_measurements_of_two_machines_have_a_row_each(tmp_path: Path) -> None:
+    """The first one's limit was set against medians that were the second one's."""
+    path = loads_folder(tmp_path / "a", [ACCOUNT, ACCOUNT | {"median_tpot_ms": 5.0}])
+    (file,) = path.glob("rep02*")
+    other = {"provenance": {"hardware": {"cpu": "another"}}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | other))
+    rows = rows_of("--run", str(path))
+    assert sorted(row["achieved_tokens_per_s"] for row in rows) == pytest.approx([200, 400])
+    assert ["another" in row["what"] for row in rows] == [
+        "another" in str(r["notes"]) for r in rows
+    ]
+
+
+def test_a_cache_of_another_dtype_than_the_runs_is_told(tmp_path: Path) -> None:
+    path = loads_folder(tmp_path / "a", [ACCOUNT])
+    (row,) = rows_of("--run", str(path), "--kv-dtype", "int8")
+    assert any("ran in float32; --kv-dtype int8 was asked for" in note for note in row["notes"])
+    counted = loads_folder(tmp_path / "b", [ACCOUNT | {"bytes_read": 10**6, "decode_tokens": 9}])
+    (row,) = rows_of("--run", str(counted), "--kv-dtype", "int8")
+    assert not any("asked for" in note for note in row["notes"])
+
+
+def test_limits_of_other_threads_than_the_runs_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = hardware.Hardware("m", 1e9, {"float32": 1e9}, "s", measured=True, threads=1)
+    monkeypatch.setattr(hardware, "measure_hardware", lambda *_: machine)
+    path = loads_folder(tmp_path / "a", [ACCOUNT])
+    for threads in (1, 16):
+        plan = json.loads((path / "serving.json").read_text())
+        plan["provenance"] = {"hardware": {"torch_threads": threads}}
+        (path / "serving.json").write_text(json.dumps(plan))
+        output = run_cli("--hardware", "measured", "--run", str(path)).output
+        assert ("OMP_NUM_THREADS=16" in output) is (threads == 16)
 
 
 def test_an_account_without_a_count_is_named(tmp_path: Path) -> None:
@@ -491,7 +529,7 @@ def test_a_load_test_that_counted_its_bytes_is_held_against_them(tmp_path: Path)
     )  # fmt: skip
     folder = ServingFolder.create(tmp_path / "load", plan, {})
     account = {"mean_decode_kv": 1000.0, "median_logical": 1064.0}
-    counted = account | {"bytes_read": 6_000_000, "decode_tokens": 3}
+    counted = account | {"bytes_read": 6_000_000, "decode_tokens": 4}
     shares = []
     for kv in (account, counted):
         folder.add(

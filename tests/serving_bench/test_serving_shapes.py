@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,12 +19,14 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import serving_shapes as shapes
 import serving_shapes_table
+from serving_shapes_records import pack, unpack
 from serving_shapes_table import (
     ABOUT,
     CELL,
     DECODER,
     HARDWARE,
     TRACE,
+    cell_path,
     counted,
     shapes_tables,
 )
@@ -40,6 +44,10 @@ from agentbench_kv.serving_bench.measurements import (
 )
 from agentbench_kv.serving_bench.roofline import read_decoder
 
+TRACE_FIGURES = {
+    "form": "t", "sha256": "0", "sessions": 1, "calls": 1, "prompt_tokens": 1, "output_tokens": 1,
+    "prefix_hits": 0.0,
+}  # fmt: skip
 SHAPE = TraceShape(prompt=900, output=60, turns=3, sessions=2, system=150, result=120)
 
 
@@ -200,7 +208,7 @@ def test_an_interrupted_cell_leaves_no_record_but_what_it_began(
     assert folder.begin(("full", "t", "c2", 0)) == 2
     record(place, "full@prefix", 0, 10.0, 800)
     (found,) = shapes_tables(tmp_path)
-    told = "begun, and not there (running or interrupted): embedded/rep01/full"
+    told = "begun, and not there (running, interrupted or removed): embedded/rep01/full"
     assert told in found.notes
 
 
@@ -214,6 +222,81 @@ def test_a_cell_that_was_begun_twice_is_named(tmp_path: Path) -> None:
     assert "full c2 (1 of 1)" in note
     record(place, "full", 0, 10.0, 800, run="other", seed=1)
     with pytest.raises(UsageError, match="rep01/full holds 2 folders of measurements, not one"):
+        shapes_tables(tmp_path)
+
+
+def test_a_cell_that_was_removed_is_told_of_in_kept_records_too(
+    tmp_path: Path, fake: list[list[str]]
+) -> None:
+    once = words(tmp_path / "out", "--repeats", "1", "--arm", "full")
+    assert shapes.main(once) == 0
+    place = tmp_path / "out" / "micro-700"
+    shutil.rmtree(place / "embedded/rep01/full")
+    record(place, "full@prefix", 0, 10.0, 800)
+    said = "begun, and not there (running, interrupted or removed): embedded/rep01/full"
+    assert said in notes_of_kept(tmp_path)
+    assert shapes.main(once) == 0
+    assert len(fake) == 2
+    record(place, "full", 0, 9.0, 800)
+    notes = notes_of_kept(tmp_path)
+    assert said not in notes
+    (again,) = (note for note in notes if note.startswith("begun more than once"))
+    assert "embedded/rep01/full;" in again
+
+
+def notes_of_kept(folder: Path) -> Sequence[str]:
+    """Return the notes of the table of what is in `out`, kept in a file."""
+    pack(folder / "out", folder / "kept.jsonl.xz")
+    again = folder / "again"
+    shutil.rmtree(again, ignore_errors=True)
+    unpack(folder / "kept.jsonl.xz", again)
+    (table,) = shapes_tables(again)
+    return table.notes
+
+
+def test_a_copied_cell_is_no_other_repetition(tmp_path: Path) -> None:
+    place = tmp_path / "micro-8k"
+    record(place, "full@prefix", 0, 10.0, 800)
+    record(place, "agentkv", 0, 20.0, 100)
+    cell, copy = (place / cell_path("embedded", number, "agentkv") for number in (0, 1))
+    shutil.copytree(cell, copy)
+    with pytest.raises(UsageError, match="a copied cell is no other one"):
+        shapes_tables(tmp_path)
+    about = json.loads((copy / CELL).read_text())
+    (copy / CELL).write_text(json.dumps(about | {"repetition": 1}))
+    with pytest.raises(UsageError, match="is a copy of another cell's measurement"):
+        shapes_tables(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"dtype": "bfloat16"}, "has other settings than cells beside it"),
+        ({"engine_args": {"a": "1"}}, "has other settings than cells beside it"),
+        ({"trace": TRACE_FIGURES}, "played another trace than"),
+    ],
+)
+def test_cells_of_other_settings_are_not_put_together(
+    tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
+    place = tmp_path / "micro-8k"
+    record(place, "full@prefix", 0, 10.0, 800)
+    record(place, "agentkv", 0, 20.0, 100)
+    (plan,) = (place / cell_path("embedded", 0, "agentkv")).glob("*/serving.json")
+    plan.write_text(json.dumps(json.loads(plan.read_text()) | changes))
+    with pytest.raises(UsageError, match=said):
+        shapes_tables(tmp_path)
+
+
+def test_an_arm_of_other_settings_is_not_the_same_arm(tmp_path: Path) -> None:
+    place = tmp_path / "micro-8k"
+    for number in range(2):
+        record(place, "agentkv", number, 20.0 + number, 100)
+    (plan,) = (place / cell_path("embedded", 1, "agentkv")).glob("*/serving.json")
+    document = json.loads(plan.read_text())
+    document["arms"][0]["settings"] = {"interval": 8192}
+    plan.write_text(json.dumps(document))
+    with pytest.raises(UsageError, match="has other settings than cells beside it"):
         shapes_tables(tmp_path)
 
 
@@ -308,9 +391,10 @@ def record(
 ) -> None:
     """Write what a cell leaves behind."""
     here = {"hardware": {"cpu": "a processor"}, "git_commit": "a" * 40, "code_sha": code}
-    folder = place / "embedded" / f"rep{number + 1:02d}" / arm
+    folder = place / cell_path("embedded", number, arm)
     figures = {
         "output_throughput": speed, "failed": 0, "completed": 6, "median_tpot_ms": 1000 / speed,
+        "duration": 8 / speed, "total_output_tokens": 8, "mean_e2el_ms": 1000 / speed,
         "mean_concurrent_decodes": 2.0, "median_ttft_first_ms": 3000.0,
         "median_ttft_later_ms": 500.0,
     }  # fmt: skip
@@ -381,8 +465,8 @@ def test_cells_of_other_code_are_not_paired(tmp_path: Path) -> None:
     """Two states of one working tree were: only the commit was noted, and no note said so."""
     place = tmp_path / "micro-8k"
     for number, code in enumerate(("0123abcd" * 2, "fedc4567" * 2)):
-        record(place, "full@prefix", number, 10.0, 800, "0123abcd" * 2)
-        record(place, "agentkv", number, 20.0, 100, code)
+        record(place, "full@prefix", number, 10.0 + number, 800, "0123abcd" * 2)
+        record(place, "agentkv", number, 20.0 + 2 * number, 100, code)
     (place / TRACE).write_text("")
     (found,) = shapes_tables(tmp_path)
     ratio = [column.title for column in found.columns].index("x base")
@@ -433,3 +517,42 @@ def test_a_model_that_the_roofline_does_not_count_has_no_share(tmp_path: Path) -
 
 def test_nothing_is_shown_of_what_is_not_known(tmp_path: Path) -> None:
     assert serving_shapes_table.shapes_tables(tmp_path) == []
+
+
+def test_what_only_one_engine_was_given_is_told(shown: Table, tmp_path: Path) -> None:
+    assert not any("was given" in note for note in shown.notes)
+    given = {"engines": {"embedded": {"env": {"X": "2"}, "engine_arg": {"a": "b"}}}}
+    (tmp_path / "micro-8k" / ABOUT).write_text(json.dumps(given))
+    (table,) = shapes_tables(tmp_path)
+    assert "embedded was given: X=2 a=b" in table.notes
+
+
+def test_a_share_above_the_whole_is_no_speed(shown: Table, tmp_path: Path) -> None:
+    def told(table: Table) -> bool:
+        return any("a fault of the measurement" in note for note in table.notes)
+
+    assert told(shown)
+    for number in (1, 2):
+        fast = LIMIT | {"gb_per_s": 1000.0}
+        (tmp_path / "micro-8k" / HARDWARE.format(number)).write_text(json.dumps(fast))
+    (table,) = shapes_tables(tmp_path)
+    assert not told(table)
+
+
+def test_the_fewest_pairs_are_told_where_there_are_more_repetitions(tmp_path: Path) -> None:
+    place = tmp_path / "micro-8k"
+    for number in range(9):
+        record(place, "full@prefix", number, 10.0 + number, 800, "a" * 16)
+        record(place, "agentkv", number, 20.0 + number, 100, "a" * 16 if number < 2 else "b" * 16)
+    (place / TRACE).write_text("")
+    (table,) = shapes_tables(tmp_path)
+    assert "fewest pairs: 2; fewer than 9 decide nothing" in table.notes
+    assert any("agentkv c2 2 of 9" in note for note in table.notes)
+
+
+def test_threads_are_the_same_for_all_engines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        shapes.main(words(tmp_path, "--env", "embedded:OMP_NUM_THREADS=16"))
+    assert "--threads says it, the same for all" in capsys.readouterr().err

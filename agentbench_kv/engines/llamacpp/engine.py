@@ -6,7 +6,7 @@ import json
 import socket
 from collections.abc import Generator, Sequence
 from contextlib import closing, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -35,6 +35,7 @@ from agentbench_kv.engines.serving.session import ServingGeneration, ServingSess
 from agentbench_kv.engines.serving.transport import RequestError
 from agentbench_kv.engines.serving.wire import EngineWire, GenerationRequest, stop_document
 from agentbench_kv.environments import process_env, python_of
+from agentbench_kv.environments.processors import free_threads
 from agentbench_kv.errors import CapacityError, KVBenchError, MemoryLostError, UsageError
 from agentbench_kv.methods.base import Method
 from agentbench_kv.methods.spans import Block, SpanRange
@@ -57,6 +58,7 @@ class LlamaCppWire(EngineWire):
     file: Path  # GGUF
     cells: int  # cached tokens of all sessions together
     sha: str
+    computing: int = field(default_factory=free_threads, init=False)  # threads
 
     @property
     def _stream(self) -> Path:
@@ -65,7 +67,8 @@ class LlamaCppWire(EngineWire):
     def details(self) -> dict[str, str]:
         setup = "llama-cpp-python 0.3.36, unified cache"
         attention = {"attention": "flash"} if _flash(self.options) else {}
-        return {"setup": setup, "cells": str(self.cells)} | attention | self._threads()
+        sizes = {"cells": str(self.cells), "threads": str(self.computing)}
+        return {"setup": setup} | sizes | attention | self._threads()
 
     def launch(self) -> Launch:
         options, cells = self.options, self.cells
@@ -74,6 +77,7 @@ class LlamaCppWire(EngineWire):
             *(options.context_limit, options.kv_dtype, _flash(options)),
             *("" if options.banks is None else str(options.banks.resolve()), self.sha),
             *(str(self.model / "tokenizer.json"), self.facts.eos_token_ids),
+            threads=self.computing,
         )
         environment = self._environment("", {}) | process_env.settings()
         environment |= {SETTINGS: json.dumps(asdict(settings))}

@@ -185,15 +185,29 @@ def refuse_arguments(engine: str, options: EngineOptions, parallel: Sequence[str
 
 
 def refuse_divided(engine: str, options: EngineOptions) -> None:
-    """Refuse tensor parallelism for a method that needs all heads in one worker."""
+    """Refuse tensor parallelism for a method that needs all heads in one worker.
+
+    For any but `full` also if there are more workers than KV heads: each copy of a head would
+    choose rows of its own.
+    """
+    if options.method.name == "full":
+        return
     undivided = options.method.below().across_heads
-    for name in _names("tp") if undivided else ():
+    for name in _names("tp"):
         value = options.engine_args.get(name, "")
-        if value not in ("", "1"):
+        if value in ("", "1"):
+            continue
+        if undivided:
             raise UsageError(
                 f"--engine-arg {name}={value}: {options.method.label} in the {engine} engine does "
                 f"not support {undivided} under tensor parallelism; leave it out, or use another "
                 "method"
+            )
+        heads = read_model(model_path(options.model)).kv_heads
+        if value.isdigit() and int(value) > heads:
+            raise UsageError(
+                f"--engine-arg {name}={value}: the model has {heads} KV heads, and eviction in the "
+                f"{engine} engine needs one at least for each worker; use {name}={heads}"
             )
 
 

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Self
 import httpx
 
 from agentbench_kv.engines.base import Capability, EngineOptions, KVStats, PhaseLabeller
+from agentbench_kv.engines.core.prefixes import PREFIXES
 from agentbench_kv.engines.embedded.model import check_dtype, pick_device
 from agentbench_kv.engines.serving.engine import ServingEngine, start_server
 from agentbench_kv.engines.serving.model_facts import CpuRoom, ModelFacts, room_on_cpu
@@ -101,8 +102,8 @@ def flags(
         arguments[_TOKENS] = str(tokens)
     if not gpu:
         arguments |= _cpu(options)
-    elif ":" in options.device:
-        arguments["base-gpu-id"] = options.device.partition(":")[2]
+    else:
+        arguments |= _gpu(options)
     if not stock:
         # What eviction in place needs.
         arguments |= {"disable-radix-cache": None, "enable-streaming-session": None}
@@ -111,6 +112,16 @@ def flags(
             # SGLang's own is 2,048 and more; a place for queries is kept for each.
             arguments["max-running-requests"] = _requests_of(options)
     return as_flags({**arguments, **options.engine_args})
+
+
+def _gpu(options: EngineOptions) -> dict[str, str | None]:
+    arguments: dict[str, str | None] = {}
+    if options.dtype == "float32":
+        # SGLang's own choices by the GPU (FlashAttention 3, FlashInfer, TensorRT-LLM) have none.
+        arguments |= {"attention-backend": "triton", "sampling-backend": "pytorch"}
+    if ":" in options.device:
+        arguments["base-gpu-id"] = options.device.partition(":")[2]
+    return arguments
 
 
 def _cpu(options: EngineOptions) -> dict[str, str | None]:
@@ -126,8 +137,12 @@ def _cpu(options: EngineOptions) -> dict[str, str | None]:
 
 
 def _requests_of(options: EngineOptions) -> str:
-    """Return how many requests there may be: as many sessions at rest keep theirs as run."""
-    return str(max(32, 2 * options.concurrency))
+    """Return how many requests there may be: as many sessions at rest keep theirs as run.
+
+    Shared prefixes have one each.
+    """
+    prefixes = PREFIXES + 1 if options.method.prefix == "shared" else 0
+    return str(max(32, 2 * options.concurrency) + prefixes)
 
 
 class SglangEngineWire(EngineWire):

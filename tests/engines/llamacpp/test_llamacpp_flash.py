@@ -62,6 +62,7 @@ def played(
     engine = LlamaCppEngine.create(options(method, **chosen))
     try:
         assert engine.info.details.get("attention") == ("flash" if flash else None)
+        assert int(engine.info.details["threads"]) >= 1
         engine.open("s", TokenPhases())
         best: list[int] = []
         for turn in recording.turns:

@@ -361,6 +361,17 @@ def test_provenance_has_the_settings_in_force(monkeypatch):
         "THP_MEM_ALLOC_ENABLE": "0",
         "OMP_WAIT_POLICY": "unset",
     }
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
+    assert hardware()["settings"]["ATEN_CPU_CAPABILITY"] == "default"
+
+
+def test_provenance_has_the_processors_that_may_be_used(monkeypatch):
+    """Under `taskset` a base had half of them, with as many threads as its rivals."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3}, raising=False)
+    assert "usable_cores" not in hardware()
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {2}, raising=False)
+    assert (hardware()["cores"], hardware()["usable_cores"]) == (4, 1)
 
 
 @pytest.mark.usefixtures("nothing_set")

@@ -27,6 +27,7 @@ from vllm_stand_ins import (
     Impl,
     Runner,
     cache_of,
+    config,
     flash,
     made,
 )
@@ -154,6 +155,54 @@ def test_what_needs_all_heads_is_refused_under_tensor_parallelism(
     runner.vllm_config.parallel_config.tensor_parallel_size = 2
     with pytest.raises(ValueError, match=f"does not support .*{what}.* under tensor parallelism"):
         runner.initialize_kv_cache(cache_of(names))
+
+
+def test_more_workers_than_kv_heads_are_refused(
+    plugin: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two copies of a head kept other rows each, and agentkv's bytes were twice those of full."""
+    runner, path = made(plugin, flash(plugin), "agentkv", tmp_path)
+    monkeypatch.setenv(VARIABLE, str(path))
+    names = list(runner.compilation_config.static_forward_context)
+    runner.vllm_config.parallel_config.tensor_parallel_size = 4
+    runner.initialize_kv_cache(cache_of(names))
+    runner.vllm_config.parallel_config.tensor_parallel_size = 8
+    with pytest.raises(ValueError, match="does not support more workers than KV heads"):
+        runner.initialize_kv_cache(cache_of(names))
+
+
+@pytest.mark.parametrize(
+    ("prefix", "disabled", "refused"),
+    [("shared", False, True), ("shared", True, False), ("own", False, False)],
+)
+def test_a_shared_prefix_is_refused_beside_cascade_attention(
+    plugin: Any, prefix: str, disabled: bool, refused: bool
+) -> None:
+    asked = config()
+    asked.model_config.disable_cascade_attn = disabled
+    method = make_method("streamingllm", 64, {"prefix": prefix, "protect": "system"})
+    if not refused:
+        plugin.refuse_wrong_results(asked, cache_of(["layers.0"]), method)
+        return
+    with pytest.raises(ValueError, match="a shared prefix beside cascade attention"):
+        plugin.refuse_wrong_results(asked, cache_of(["layers.0"]), method)
+
+
+def test_windows_are_attended_to_by_our_backends_only(
+    plugin: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Spans are evicted on order under any method, and shorten every layer's lengths."""
+    other = type("FlashInferImpl", (Impl,), {})
+    runner, path = made(plugin, other, "full-constrained", tmp_path)
+    monkeypatch.setenv(VARIABLE, str(path))
+    layers = list(runner.compilation_config.static_forward_context)
+    runner.initialize_kv_cache(cache_of(layers))
+    mixed = cache_of(layers[:1])
+    mixed.kv_cache_groups += cache_of(layers[1:2]).kv_cache_groups
+    window: Any = sys.modules["vllm.v1.kv_cache_interface"]
+    mixed.kv_cache_groups[1].kv_cache_spec = window.SlidingWindowSpec()
+    with pytest.raises(ValueError, match="FlashInferImpl shows no queries"):
+        runner.initialize_kv_cache(mixed)
 
 
 def test_a_cache_of_8_bits_and_attention_in_chunks_are_refused(

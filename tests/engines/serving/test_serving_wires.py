@@ -236,7 +236,7 @@ def test_a_pool_of_some_bytes_has_them_on_each_command_line(
     """Equal memory is equal bytes, whatever a row takes; vLLM adds its placeholder block."""
     facts, asked = read_model(model_path("micro")), 40e6
     method = make_method("full", None)
-    plan: Any = SimpleNamespace(model="micro", dtype="float32", pool_mb=asked / 1e6)
+    plan: Any = SimpleNamespace(model="micro", dtype="float32", pool_mb=asked / 1e6, engine_args={})
     arm = ServingArm(name="full", method="full", kv_dtype=kv_dtype)
     room = pool_tokens(plan, arm, per_query_head=False)
     options = replace(
@@ -255,6 +255,16 @@ def test_a_pool_of_some_bytes_has_them_on_each_command_line(
     held = tokens * facts.pool_bytes(per_token)
     assert asked - facts.pool_bytes(per_token) < held < asked + block * facts.pool_bytes(per_token)
     assert facts.pool_bytes("float32") == (4 if kv_dtype else 1) * facts.pool_bytes(per_token)
+
+
+@pytest.mark.parametrize("name", ["num-gpu-blocks-override", "max-total-tokens", "cells"])
+def test_a_pool_is_not_sized_in_two_ways(name: str) -> None:
+    """The argument was stronger, and tables went on saying that all pools were equal."""
+    plan: Any = SimpleNamespace(
+        model="micro", dtype="float32", pool_mb=40.0, engine_args={name: "5000", "a": "b"}
+    )
+    with pytest.raises(UsageError, match=f"--engine-arg {name} sizes the cache, too"):
+        pool_tokens(plan, ServingArm(name="full", method="full"), per_query_head=False)
 
 
 def test_what_a_cpu_gets_is_said_unless_it_was_asked_for(

@@ -52,6 +52,9 @@ def config(sessions: int = 5, tokens: int = 64) -> Any:
         ),
         speculative_config=None, kv_transfer_config=None,
         cache_config=SimpleNamespace(enable_prefix_caching=False),
+        model_config=SimpleNamespace(
+            get_total_num_kv_heads=lambda: 4, disable_cascade_attn=True
+        ),
         scheduler_config=SimpleNamespace(
             async_scheduling=False, max_num_seqs=sessions, max_num_batched_tokens=tokens
         ),

@@ -158,6 +158,9 @@ def test_the_accounting_goes_out_with_the_last_tokens_only() -> None:
         ("streamingllm", 96, {"interval": 32}, 32),
         ("streamingllm", 400, {"interval": 32}, 332),
         ("streamingllm", 96, {"interval": 32, "trigger": "turn"}, 5000),
+        # Nothing may be evicted: the budget holds no more than the protected prompt.
+        ("streamingllm", 96, {"interval": 32, "protect": "prompt"}, 5000),
+        ("streamingllm", 196, {"interval": 32, "protect": "prompt"}, 128),
     ],
 )
 def test_admission_counts_with_bounded_growth(

@@ -187,6 +187,9 @@ class Server:
             if not self.prefixes.may_begin(session):
                 assert session.prefix is None, "who waits holds nothing"
                 continue
+            if request.req_pool_idx is None and not self.memory.has_row():
+                self.prefixes.withdraw(session)
+                return
             if self._prefill(request, chunk):
                 self.waiting_queue.remove(request)
                 return
@@ -210,9 +213,7 @@ class Server:
         ids = request.origin_input_ids[: first + chunk]
         have = -(-request.kv_allocated_len // PAGE)
         needed = -(-len(ids) // PAGE) - have
-        if needed > len(self.free) or not (
-            request.req_pool_idx or self.req_to_token_pool.free_slots
-        ):
+        if needed > len(self.free):
             return False
         if request.req_pool_idx is None:
             request.req_pool_idx = self.version.take_row(self.req_to_token_pool)
@@ -528,6 +529,27 @@ def test_what_waits_for_room_holds_no_prefix() -> None:
     assert session.ledger.stats.cached_tokens == SHARED
 
 
+def test_rows_of_the_table_are_taken_from_who_is_longest_at_rest() -> None:
+    """With a row each, the 33rd conversation waited for whatever ran, or ended SGLang (0.5.12)."""
+    server = Server(method(), pages=20, rows=3)
+    for number, name in enumerate("uvw"):
+        server.table.open(name, lasting=True)
+        server.begin(name, name, list(range(100 * number, 100 * number + 9)), 0)
+        server.admit(30)
+    rows = server.req_to_token_pool
+    assert (rows.free_slots, server.memory.has_row(), server.memory.drops) == ([], False, 0)
+    for name in "vu":
+        server.rest(server.table.sessions[name])
+    assert server.memory.has_row()
+    assert (len(rows.free_slots), server.memory.drops) == (1, 1)
+    assert server.memory.has_row()
+    assert server.memory.drops == 1  # one is enough
+    assert server.slots.keys() == {"u"}
+    assert server.memory.has_row(promised=1)
+    assert (len(rows.free_slots), server.memory.drops, server.slots) == (2, 2, {})
+    assert not server.memory.has_row(promised=2)
+
+
 def test_room_for_growth_counts_what_a_session_will_find() -> None:
     chosen = make_method("streamingllm", 40, {"prefix": "shared", "protect": "system"})
     found = []
@@ -537,7 +559,7 @@ def test_room_for_growth_counts_what_a_session_will_find() -> None:
         session.shared = SHARED if system == "a" else 0
         sampling = SimpleNamespace(max_new_tokens=400, ignore_eos=True)
         request = SimpleNamespace(sampling_params=sampling, output_ids=[])
-        found.append(_growth(table, session, request, 10))
+        found.append(_growth(session, request, 10))
     assert found == [40 + chosen.interval - 26, 40 + chosen.interval - 10]
 
 

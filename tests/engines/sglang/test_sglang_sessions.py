@@ -121,6 +121,38 @@ def test_evicted_spans_are_as_if_masked(plain: SglangEngine, folder: Path) -> No
 
 
 @pytest.mark.slow
+def test_more_sessions_at_rest_than_requests_there_may_be(
+    sglang_python: Path,  # noqa: ARG001
+    folder: Path,
+) -> None:
+    """They begin while others run, and those that gave way are answered as if nothing was."""
+    method = make_method("full-constrained", None)
+    most = EngineOptions(
+        str(folder), method, device="cpu", max_live_tokens=20_000, concurrency=2,
+        engine_args={"max-running-requests": "4"},
+    )  # fmt: skip
+    engine, alone = SglangEngine.create(most), embedded(folder, method)
+    answers, names = [], [f"s{number}" for number in range(8)]
+    try:
+        for each in (engine, alone):
+            for name in ("long", *names):
+                each.open(name, TokenPhases())
+            each.extend("long", prompt(50, 9), [TokenPhases().label(t) for t in prompt(50, 9)])
+            running = each.generate("long", Sampling(600))
+            begun = [next(iter(running))]
+            found = [turn(each, name, prompt(60, n), 8) for n, name in enumerate(names)]
+            found += [turn(each, name, prompt(20, n), 8) for n, name in enumerate(names)]
+            answers.append([*found, [*begun, *running]])
+            again = [each.close(name).recomputed for name in ("long", *names)]
+            assert bool(sum(again)) is (each is engine)
+            assert again[0] == 0
+    finally:
+        engine.shutdown()
+        alone.shutdown()
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["scheduler", "detokenizer"])
 def test_a_part_that_is_killed_is_started_again(
     sglang_python: Path,  # noqa: ARG001

@@ -125,6 +125,7 @@ def test_only_an_idle_step_makes_room_for_who_waits(version: Sglang0512) -> None
         chunked_req=None,
         waiting_queue=[SimpleNamespace(rid="w")],
         last_batch=None,
+        req_to_token_pool=SimpleNamespace(free_slots=[1]),
     )
     memory = MemoryPressure(None, scheduler, version)  # type: ignore[arg-type]
     patches = Patches(SimpleNamespace(), version)  # type: ignore[arg-type]

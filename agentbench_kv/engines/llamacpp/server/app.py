@@ -28,7 +28,7 @@ from agentbench_kv.engines.core.rings import span_attention
 from agentbench_kv.engines.llamacpp.models import KV_ROW_TYPES, ROW_TYPES
 from agentbench_kv.engines.llamacpp.server import library
 from agentbench_kv.engines.llamacpp.server.blob import Blob
-from agentbench_kv.engines.llamacpp.server.context import Context, free_threads
+from agentbench_kv.engines.llamacpp.server.context import Context
 from agentbench_kv.engines.llamacpp.server.memory import MemoryCommands, past_files
 from agentbench_kv.engines.llamacpp.server.rows import SequenceRows
 from agentbench_kv.engines.llamacpp.server.scheduler import STEP_TOKENS, BatchScheduler
@@ -57,6 +57,7 @@ class Settings:
     sha: str = ""  # of the model
     tokenizer: str = ""  # `tokenizer.json`, for grammars
     ends: Sequence[int] = ()  # ids that end a turn
+    threads: int = 1  # that compute
 
 
 class Backend:
@@ -74,7 +75,7 @@ class Backend:
             flash=settings.flash,
             batch=STEP_TOKENS,
             context_limit=settings.context_limit,
-            threads=free_threads(),
+            threads=settings.threads,
         )
         self.scheduler = BatchScheduler(context, policy)
         self._spans = SpanCommands(self.scheduler)

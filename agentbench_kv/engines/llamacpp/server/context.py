@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -189,13 +188,3 @@ class Context:
             self._llama.llama_free(self.handle)
             self._llama.llama_model_free(self._model)
             self.handle = None
-
-
-def free_threads() -> int:
-    """Return how many threads may compute: `OMP_NUM_THREADS`, or the processors nobody uses."""
-    # They wait for one another in busy loops: one too many costs a hundredfold.
-    chosen = os.environ.get("OMP_NUM_THREADS", "")
-    if chosen.isdigit() and int(chosen):
-        return int(chosen)
-    own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, own - round(os.getloadavg()[0]))

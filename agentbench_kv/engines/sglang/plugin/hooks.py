@@ -85,6 +85,8 @@ class Patches:
 
     def get_new_batch_prefill(self, original: Original, scheduler: Any, *running: Any) -> Any:
         """Make room for the first waiting request if nothing else will."""
+        if scheduler.waiting_queue:
+            self.runtime.memory.has_row()
         planned = original(scheduler, *running)
         batch, running_batch = self._version.running_of(scheduler, planned)
         if batch is None:
@@ -158,17 +160,25 @@ class Patches:
     def add_one_req(
         self, original: Original, adder: Any, request: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Admit a request, unless another one computes what it begins with."""
+        """Admit a request, unless it has no row or another one computes what it begins with."""
         from sglang.srt.managers.schedule_policy import AddReqResult
 
         table, prefixes = self.runtime.table, self.runtime.prefixes
         session, uncached = table.of(request), self._version.uncached(request)
         if session is not None and not prefixes.may_begin(session):
             return AddReqResult.CONTINUE
+        promised = sum(not self._has_row(other) for other in adder.can_run_list)
+        if not self._has_row(request) and not self.runtime.memory.has_row(promised):
+            if session is not None:
+                prefixes.withdraw(session)
+            return AddReqResult.NO_TOKEN
         result = add_one_req(table, original, adder, request, uncached, *args, **kwargs)
         if session is not None and request not in adder.can_run_list[-1:]:
             prefixes.withdraw(session)
         return result
+
+    def _has_row(self, request: Any) -> bool:
+        return self._version.rows(request).req_pool_idx is not None
 
     def get_running_request_total_token_offset(
         self, original: Original, adder: Any, request: Any

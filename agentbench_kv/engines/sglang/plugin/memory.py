@@ -39,6 +39,19 @@ class MemoryPressure:
         while not batch.check_decode_mem() and self._drop_one():
             pass
 
+    def has_row(self, promised: int = 0) -> bool:
+        """Whether a row of the request table is free beside the promised ones, or can be freed.
+
+        Sessions at rest keep theirs, and so do prefixes. Without a free one SGLang lets nobody
+        begin (0.5.23), or ends (0.5.12).
+        """
+        free = self._scheduler.req_to_token_pool.free_slots
+        while len(free) <= promised:
+            if not self._drop_resting():
+                return False
+            free = self._scheduler.req_to_token_pool.free_slots
+        return True
+
     def unblock(self, running_batch: Any) -> None:
         """Let the first waiting request start if nothing else that runs would ever make room."""
         scheduler = self._scheduler
@@ -55,20 +68,32 @@ class MemoryPressure:
 
     def _drop_one(self) -> bool:
         """Free an unread prefix, or the rows of a session that does not run; False if none is."""
+        if self._drop_resting():
+            return True
+        victim = self._last_waiting()
+        if victim is None:
+            return False
+        self._release(victim)
+        # It may have been given the row in an earlier attempt to start.
+        self._version.forget_rows(victim.request)
+        self._table.plan_prefix(victim)
+        return True
+
+    def _drop_resting(self) -> bool:
+        """Free an unread prefix, or the rows of the session longest at rest; False if none is."""
         first = next(iter(self._scheduler.waiting_queue), None)
         beginning = None if first is None else self._table.of(first)
         if self._table.prefixes.make_room(None if beginning is None else beginning.prefix_key):
             return True
-        victim = next(iter(self._table.resting()), None) or self._last_waiting()
+        victim = next(iter(self._table.resting()), None)
         if victim is None:
             return False
-        self._scheduler.tree_cache.release_session(victim.name)
-        if victim.request is not None:
-            # It may have been given the row in an earlier attempt to start.
-            self._version.forget_rows(victim.request)
-            self._table.plan_prefix(victim)
-        self.drops += 1
+        self._release(victim)
         return True
+
+    def _release(self, session: SglangSession) -> None:
+        self._scheduler.tree_cache.release_session(session.name)
+        self.drops += 1
 
     def _last_waiting(self) -> SglangSession | None:
         """Return the last session in the queue that holds rows, but for the first in it."""
@@ -130,7 +155,7 @@ def add_one_req(
     session = table.of(request)
     sampling.ignore_eos = False
     if session is not None:
-        growth = _growth(table, session, request, uncached)
+        growth = _growth(session, request, uncached)
         sampling.max_new_tokens = len(request.output_ids) + growth
     try:
         return original(adder, request, *args, **kwargs)
@@ -146,18 +171,16 @@ def running_growth(table: SglangSessions, original: Original, adder: Any, reques
         estimate: float = original(adder, request)
     finally:
         sampling.ignore_eos = asked
-    return estimate if session is None else min(estimate, _growth(table, session, request, 0))
+    return estimate if session is None else min(estimate, _growth(session, request, 0))
 
 
-def _growth(table: SglangSessions, session: SglangSession, request: Any, pending: int) -> int:
+def _growth(session: SglangSession, request: Any, pending: int) -> int:
     """Return how many rows may be added to those there are and `pending` ones."""
-    method = table.method
+    ledger = session.ledger
     left: int = max(0, request.sampling_params.max_new_tokens - len(request.output_ids))
-    if not method.compresses or method.trigger == "turn":
-        return left
-    start = (session.ledger.live or session.shared) + pending
-    budget = method.budget_at(session.ledger.fed + pending + left)
-    return min(left, max(start, budget) + method.interval - start)
+    if not ledger.live:
+        pending += session.shared  # of a prefix, which it will find
+    return ledger.rows_needed(pending, left) - ledger.live - pending
 
 
 class Forks:

@@ -176,6 +176,14 @@ def refuse_wrong_results(config: Any, kv_cache_config: Any, method: Method) -> N
         "decode context parallelism": parallel.decode_context_parallel_size > 1,
         "prefill context parallelism": parallel.prefill_context_parallel_size > 1,
         # Of a dense model every rank believes itself alone, and knows its number only.
+        # Copies of one head would choose rows by other queries each, and count twice.
+        "more workers than KV heads": (
+            parallel.tensor_parallel_size > config.model_config.get_total_num_kv_heads()
+        ),
+        # It takes for common what all readers of a prefix have, also of a session without one.
+        "a shared prefix beside cascade attention": (
+            method.prefix == "shared" and not config.model_config.disable_cascade_attn
+        ),
         "data parallelism": parallel.data_parallel_size > 1 or parallel.data_parallel_index > 0,
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "a quantised KV cache": any(

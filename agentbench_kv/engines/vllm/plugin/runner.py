@@ -5,7 +5,7 @@ Physical lengths go into a forward, its queries come out, rows move between forw
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -80,7 +80,10 @@ class EvictingRunner(BaseRunner):
         refuse_wrong_results(self.vllm_config, kv_cache_config, policy.method)
         super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
         found = self.compilation_config.static_forward_context
-        names = self.kv_cache_config.kv_cache_groups[self._kvbench_group].layer_names
+        groups = self.kv_cache_config.kv_cache_groups
+        if len(groups) > 1:  # a window's lengths are logical, also where spans are evicted on order
+            refuse_foreign([found[name] for group in groups for name in group.layer_names])
+        names = groups[self._kvbench_group].layer_names
         self._kvbench_connect(policy, [found[name] for name in names])
         if self.device.type != "cpu":
             _ = self._kvbench_pages  # not in a step, as describing a cache may wait for the GPU
@@ -266,13 +269,8 @@ class EvictingRunner(BaseRunner):
 
     def _kvbench_connect(self, policy: BackendPolicy, layers: list[Any]) -> None:
         """Begin with a method; on a GPU, make all that it keeps of queries."""
-        others = [layer for layer in layers if not isinstance(layer.impl, CapturingImpl)]
-        if policy.method.compresses and others:
-            raise ValueError(
-                f"kvbench: {type(others[0].impl).__name__} shows no queries, and which lengths it "
-                "goes by is not known; use another attention backend (--engine-arg "
-                "attention-backend=FLASH_ATTN, or TRITON_ATTN in float32)"
-            )
+        if policy.method.compresses:
+            refuse_foreign(layers)
         layer = layers[0]
         heads, kv_heads, head_dim = layer.num_heads, layer.num_kv_heads, layer.head_size
         shape = RowShape(len(layers), heads, kv_heads, head_dim, self.dtype, self.device)
@@ -290,6 +288,17 @@ class EvictingRunner(BaseRunner):
             like = torch.empty(0, dtype=shape.dtype, device=shape.device)
             CAPTURE.allocate(captured, shape.layers, (heads, head_dim), like)
             rows.reserve(self.max_num_reqs)
+
+
+def refuse_foreign(layers: Iterable[Any]) -> None:
+    """Refuse layers whose attention backend is not one of ours."""
+    for layer in layers:
+        if not isinstance(layer.impl, CapturingImpl):
+            raise ValueError(
+                f"kvbench: {type(layer.impl).__name__} shows no queries, and which lengths it "
+                "goes by is not known; use another attention backend (--engine-arg "
+                "attention-backend=FLASH_ATTN, or TRITON_ATTN in float32)"
+            )
 
 
 class EvictingWorker(BaseWorker):
