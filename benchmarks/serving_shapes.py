@@ -299,8 +299,7 @@ def run(args: argparse.Namespace) -> None:
     for number, cell in enumerate(plan, start=1):
         if not cell.due(retry=args.retry):
             continue
-        machine = cell.place / HARDWARE.format(cell.repetition + 1)
-        _measure_machine(machine, args.dtype, environment)
+        _measure_machine(cell.folder / HARDWARE, args.dtype, environment)
         own = own_of(args, cell.engine)["env"]
         command = command_of(cell, args, places[cell.place][2])
         found = measure(cell, command, environment | own)
@@ -336,17 +335,16 @@ def own_of(args: argparse.Namespace, engine: str) -> dict[str, dict[str, str]]:
 
 
 def _measure_machine(path: Path, dtype: str, environment: dict[str, str]) -> None:
-    """Measure the machine's limits once a repetition, whose speed drifts, as cells are measured.
+    """Measure the machine's limits, which drift, with a cell's threads just before it.
 
     In a process of its own: threads are counted when one begins.
     """
-    if path.is_file():
-        return
     command = [sys.executable, "-c", _MACHINE, dtype]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         why = done.stderr.strip().splitlines() or ["it said nothing"]
         raise UsageError(f"the machine's limits cannot be measured: {why[-1]}")
+    path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, json_bytes(json.loads(done.stdout), indent=2))
 
 

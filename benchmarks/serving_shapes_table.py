@@ -26,7 +26,13 @@ from agentbench_kv.serving_bench.measurements import (
     serving_folders,
 )
 from agentbench_kv.serving_bench.roofline import IMPOSSIBLE, Decoder, read_decoder
-from agentbench_kv.serving_bench.summary import BASES, SPEED, ArmFigures, summarize_serving
+from agentbench_kv.serving_bench.summary import (
+    BASES,
+    SPEED,
+    ArmFigures,
+    disturbances,
+    summarize_serving,
+)
 from agentbench_kv.serving_bench.tables import SIMULATED, few_notes, pairing_notes
 
 CELL = "cell.json"
@@ -34,7 +40,8 @@ TRACE = "trace.jsonl"
 ABOUT = "about.json"
 BEGUN = "begun"  # in `ABOUT`: how often each cell was
 DECODER = "decoder"  # in `ABOUT`: the model's shape, None of one that the roofline does not count
-HARDWARE = "hardware-rep{:02d}.json"
+HARDWARE = "hardware.json"  # of a cell
+_OF_REPETITION = "hardware-rep{:02d}.json"  # of a place, where cells have none: older ones
 COLUMNS = (
     *(Column("engine"), Column("arm"), Column("repeats", Unit.NUMBER)),
     Column("peak live MB a session", Unit.MEGABYTES),
@@ -55,9 +62,10 @@ _NOTES = (
     "keys and values that a decoded token's attention read; tokens are per layer and KV head",
     "base: full@prefix where the engine has it; on vLLM and SGLang full is as shipped, with their "
     "prefix cache",
-    "of the roofline: a decode step's limit, of the machine measured at the beginning of the "
-    "repetition, over the median time per token; between two steps other sessions may be "
-    "prefilled; of the sessions that decode at once, in older cells over the whole time",
+    "of the roofline: a decode step's limit, of the machine measured before the cell (older ones: "
+    "at the beginning of the repetition), over the median time per token; between two steps other "
+    "sessions may be prefilled; of the sessions that decode at once, in older cells over the whole "
+    "time",
 )
 
 
@@ -197,25 +205,27 @@ def _add(
         if any(each.figures == other.figures for other in own):
             raise UsageError(f"{folder.path} is a copy of another cell's measurement; remove it")
         known.measured.append(each.model_copy(update={"repetition": number}))
-    machine = place / HARDWARE.format(number + 1)
+    machine = place / cell_path(record["engine"], number, record["arm"]) / HARDWARE
+    if not machine.is_file():
+        machine = place / _OF_REPETITION.format(number + 1)
     (arm,) = folder.plan.arms
-    if (share := _share(folder, machine)) is not None:
+    if (share := _share(folder, machine, place / ABOUT)) is not None:
         known.shares[arm.name].append(share)
 
 
 def _shared(plan: ServingPlan) -> ServingPlan:
     """Return what of a plan is the same for all arms."""
-    return plan.model_copy(update={"arms": []})
+    return plan.model_copy(update={"arms": [], "model": plan.model_name})
 
 
-def _share(folder: ServingFolder, machine: Path) -> float | None:
+def _share(folder: ServingFolder, machine: Path, about: Path) -> float | None:
     """Return how near a cell's decoding came to the machine's limit; None if that is not known."""
-    measured = [each for each in folder.measurements() if not each.failed]
+    measured = [each for each in folder.measurements() if not disturbances([each])]
     timed = all(each.kv and each.figures.get("median_tpot_ms") for each in measured)
     if not measured or not timed or not machine.is_file():
         return None
     (found,) = read_achieved(str(folder.path), folder.path)
-    decoder = _decoder(machine.parent / ABOUT, found.model)
+    decoder = _decoder(about, found.model)
     if decoder is None:
         return None
     kinds = found.kinds()

@@ -52,7 +52,7 @@ def act(tmp_path):
         for file in (outputs, summary):
             file.unlink(missing_ok=True)
         environment = {
-            **{k: v for k, v in os.environ.items() if not k.startswith("KVBENCH_")},
+            **os.environ,
             "PATH": f"{tools}:{os.environ['PATH']}",
             "GITHUB_OUTPUT": str(outputs),
             "GITHUB_STEP_SUMMARY": str(summary),
@@ -126,6 +126,11 @@ def test_ok_passes_and_an_undecided_one_fails_unless_told_otherwise(act):
         ({"margin": "much"}, "'much' is not a valid float"),
         ({"metric": "nonsense"}, "no sub-score 'nonsense'"),
         ({"run": "gone"}, "no run 'gone'"),
+        ({"baseline": ""}, "one of the runs has no name"),
+        ({"run": " "}, "one of the runs has no name"),
+        ({"by-task": "yes"}, "by-task: expected true or false, not 'yes'"),
+        ({"fail-on-inconclusive": "True"}, "fail-on-inconclusive: expected true or false"),
+        ({"bootstrap": "1"}, "bootstrap: expected true or false, not '1'"),
     ],
 )
 def test_what_cannot_be_compared_is_refused_with_the_reason_in_every_file(act, given, why):
@@ -135,6 +140,15 @@ def test_what_cannot_be_compared_is_refused_with_the_reason_in_every_file(act, g
     assert "**kvbench compare" in summary
     assert Path(said["markdown"]).read_text() == summary
     assert ElementTree.parse(said["junit"]).getroot().get("errors") == "1"
+
+
+def test_what_is_not_given_is_strict_and_no_variable_of_the_job_says_otherwise(act, monkeypatch):
+    """An unset `vars.STRICT` was an empty input, which let every undecided comparison pass."""
+    for name, value in (("INCONCLUSIVE", "ok"), ("CATCH", "60"), ("BOOTSTRAP", "1")):
+        monkeypatch.setenv(f"KVBENCH_{name}", value)
+    given = {"fail-on-inconclusive": "", "by-task": "", "allow-drift": "", "bootstrap": ""}
+    done, said, _ = act(baseline="few", run="few", install="", **given)
+    assert (done.returncode, said["verdict"]) == (4, "inconclusive")
 
 
 def test_from_an_empty_repository_to_a_caught_regression(act, tmp_path):

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from agentbench_kv.errors import UsageError
 from agentbench_kv.results.fidelity import MEANS, diverges
 
 _OF_TOKENS = (*MEANS, "top1", "right")
@@ -48,22 +49,34 @@ def compare(full: Tensor, other: Tensor | None, tokens: Tensor) -> TokenFigures:
 
 
 def _compare(full: Tensor, other: Tensor | None, tokens: Tensor) -> TokenFigures:
+    _refuse_no_numbers(full)
     best = full.argmax(-1)
     right_full = best == tokens
     if other is None:
         zeros, never = torch.zeros(len(tokens)), torch.zeros(len(tokens), dtype=torch.bool)
         return TokenFigures(zeros, zeros, ~never, never, right_full, right_full)
+    _refuse_no_numbers(other)
     p, q = full.float().log_softmax(-1), other.float().log_softmax(-1)
     chances = p.exp()
     two = chances.topk(2, -1).values
     own = other.argmax(-1)
     same = own == best
-    kl = (chances * (p - q)).sum(-1).clamp(min=0)  # by rounding a sum may be below
+    nats = torch.where(chances > 0, chances * (p - q), 0.0)  # what both rule out is no distance
+    kl = nats.sum(-1).clamp(min=0)  # by rounding a sum may be below
     chosen = tokens[:, None]
     dnll = (p.gather(-1, chosen) - q.gather(-1, chosen))[:, 0]
     return TokenFigures(
         kl, dnll, same, ~same & (two[:, 0] - two[:, 1] > SURE), own == tokens, right_full
     )
+
+
+def _refuse_no_numbers(logits: Tensor) -> None:
+    """Refuse NaN and +inf: their best tokens would be the same, and no mean would have them."""
+    if not bool((logits < torch.inf).all()):
+        raise UsageError(
+            "the model's logits are no numbers, as where its dtype overflows; use --dtype float32 "
+            "or bfloat16"
+        )
 
 
 @dataclass

@@ -116,11 +116,13 @@ def fidelity(
 
 def _recorded(asked: dict[str, Any], chosen: dict[str, str]) -> tuple[list[Recording], str, str]:
     """Return the sessions, what they are called, and the model whose tokens they are."""
+    from agentbench_kv.adapters.probe.session import read_sessions, refuse_repeated
     from agentbench_kv.run.fidelity import GOLD
     from agentbench_kv.run.recordings import record_file, record_gold, record_run
 
     source, model, limit, syntax = (asked[k] for k in ("source", "model", "limit", "tool_syntax"))
     if source and not source.is_dir():
+        refuse_repeated(source, (each for each in read_sessions(source) if each.answers))
         return record_file(source, model, limit, syntax), f"file/{source.stem}", model
     if source:
         found = record_run(source, limit)

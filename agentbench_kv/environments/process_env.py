@@ -42,13 +42,9 @@ def settings() -> dict[str, str]:
 
 
 def in_force(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return what each variable says that is set here or stands for one of these.
-
-    Of those that limit a processor's instructions, only what is set.
-    """
-    waiting = (*_SETTINGS, *_SAME_MATTER.values())
-    limits = {name: environment[name] for name in _INSTRUCTIONS if name in environment}
-    return {name: environment.get(name, "unset") for name in waiting} | limits
+    """Return what each variable says that is set here, stands for one of these, or limits speed."""
+    names = (*_SETTINGS, *_SAME_MATTER.values(), *_INSTRUCTIONS)
+    return {name: environment.get(name, "unset") for name in names}
 
 
 def without(environment: Mapping[str, str]) -> dict[str, str]:

@@ -219,6 +219,8 @@ def run_options(run: Run) -> str:
 
 
 def _local(source: str, out: Path) -> tuple[list[Run], list[Problem]]:
+    if not source.strip():
+        raise UsageError("one of the runs has no name; give a run, a folder of runs or a baseline")
     path, saved = Path(source), BASELINES / f"{source}.json"
     if path.is_dir():
         return load_runs([path] if run_folders([path]) else [path, *sorted(path.glob("*/"))])

@@ -38,15 +38,18 @@ class Comparison(BaseModel, frozen=True):
     alarm: float  # two-sided level of the interval that a regression rests on
     rows: list[Contrast]  # one per pair, or per pair of methods over all tasks
     verdict: Verdict  # the gravest of the rows'; not ok where something is missing
-    inconclusive: Literal["fail", "ok"]  # whether an undecided verdict is a failure
+    inconclusive: Literal["fail", "ok"]  # whether one that few samples leave undecided fails
     drift: list[Drift]  # what differs and was allowed to, or only warns
     missing: list[str]  # of BASE's methods and tasks in CAND; runs that could not be read
     notes: list[str]
     noise: str  # the A/A floor
 
     def fails(self, verdict: Verdict) -> bool:
-        doubtful = verdict is Verdict.INCONCLUSIVE
-        return self.inconclusive == "fail" if doubtful else verdict is Verdict.REGRESSION
+        if verdict is not Verdict.INCONCLUSIVE:
+            return verdict is Verdict.REGRESSION
+        # A candidate that crashed, or was not played, is no matter of too few samples.
+        unplayed = bool(self.missing) or any(row.unfinished for row in self.rows)
+        return self.inconclusive == "fail" or unplayed
 
     @property
     def lacking(self) -> str | None:
@@ -222,22 +225,26 @@ def _unfit(side: str, runs: Sequence[Run]) -> list[str]:
 
 def _doubted(row: Contrast, pairs: Sequence[Pair]) -> Contrast:
     """Never say ok of a candidate that lacks samples: what is missing may be just what failed."""
+    why = "" if row.verdict is Verdict.REGRESSION else _unfinished(row, pairs)
+    if not why:
+        return row
+    return row.model_copy(update={"verdict": Verdict.INCONCLUSIVE, "unfinished": why})
+
+
+def _unfinished(row: Contrast, pairs: Sequence[Pair]) -> str:
+    """Say what of a row's candidate was not played, or cut off; empty if nothing."""
+    if row.metric in (*SIZES, SPEED) and (why := _cut_off(pairs, row.metric)):
+        return why
+    if row.unsaid:
+        return f"{row.unsaid} of BASE's sessions have no {row.metric} here; see their errors"
     # One that declared its limit beforehand, and has all of that, lacks nothing.
     runs = [run for pair in pairs for run in pair.cand.runs]
     cut = [r for r in runs if r.summary.validity.state is RunState.INCOMPLETE]
     if row.only_base:
         cut += [r for r in runs if r.spec.get("limit") != len(r.scores)]
-    if row.verdict is not Verdict.OK:
-        return row
-    if row.metric in (*SIZES, SPEED) and (why := _cut_off(pairs, row.metric)):
-        return row.model_copy(update={"verdict": Verdict.INCONCLUSIVE, "unfinished": why})
-    if row.unsaid:
-        why = f"{row.unsaid} of BASE's sessions have no {row.metric} here; see their errors"
-        return row.model_copy(update={"verdict": Verdict.INCONCLUSIVE, "unfinished": why})
     if not cut:
-        return row
-    why = f"{cut[0].run_id} is not finished, and what is missing may be what failed; run it again"
-    return row.model_copy(update={"verdict": Verdict.INCONCLUSIVE, "unfinished": why})
+        return ""
+    return f"{cut[0].run_id} is not finished, and what is missing may be what failed; run it again"
 
 
 def _cut_off(pairs: Sequence[Pair], metric: str) -> str:

@@ -155,7 +155,8 @@ def _sides(pairs: Sequence[Pair], metric: str) -> tuple[Scores, Scores]:
         else:
             asked = asked_once(groups, metric)
             found.append([group.scores(metric, asked) for group in groups])
-    base, cand = map(_pooled, zip(*found, strict=True))
+    benchmarks = [pair.task.partition("/")[0] for pair in pairs]
+    base, cand = (_pooled(benchmarks, sides) for sides in zip(*found, strict=True))
     if not base.parts or not cand.parts:
         raise UsageError(_lacking(pairs, metric))
     return base, cand
@@ -173,12 +174,20 @@ def _sizes(group: RunGroup, metric: str) -> dict[str, list[int]]:
     return group.sizes(metric)
 
 
-def _pooled(sides: Sequence[Scores | None]) -> Scores:
+def _pooled(benchmarks: Sequence[str], sides: Sequence[Scores | None]) -> Scores:
+    """Put tasks together; groups of one name are one in all tasks of a benchmark.
+
+    `bfcl/memory_kv` and `memory_vector` ask the same questions of the same scenarios.
+    """
     known = [(i, side) for i, side in enumerate(sides) if side is not None]
     return Scores(
         {f"{i}/{name}": pair for i, side in known for name, pair in side.parts.items()},
         {f"{i}/{name}": items for i, side in known for name, items in side.items.items()},
-        {f"{i}/{name}": f"{i}/{group}" for i, side in known for name, group in side.groups.items()},
+        {
+            f"{i}/{name}": f"{benchmarks[i]}/{group}"
+            for i, side in known
+            for name, group in side.groups.items()
+        },
     )
 
 

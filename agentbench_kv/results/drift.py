@@ -40,7 +40,7 @@ WARNS = ("packages.scipy", "engine_details", "api_endpoint")
 _ASKED = (*CONDITIONS, "engine_args", "concurrency", "max_live_tokens")
 _ROOTS = {name.partition(".")[0] for name in (*REFUSES, *RELEASES, *MACHINE, *WARNS)}
 # Older versions recorded none: unknown, and no difference.
-_LATELY = ("hardware.settings", "engine_details.threads")
+_LATELY = ("hardware.settings", "hardware.usable_cores", "engine_details.threads")
 _FREE = frozenset({"seed", "limit", "trials", "concurrency"})
 _WHOLE = tuple(name for name in CONDITIONS if name not in REFUSES)  # only a spec has these
 _IF_GIVEN = ("engine_args",)  # not recorded is not given
@@ -215,7 +215,8 @@ def _apart(documents: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
     found = {}
     for name in sorted(set().union(*facts)):
         # What an older version did not record is no difference; what was not asked for is one.
-        missing = {_NOT_GIVEN} if _within(name, ("engine_args", "engine_details")) else set()
+        asked = _within(name, ("engine_args", "engine_details")) and not _within(name, _LATELY)
+        missing = {_NOT_GIVEN} if asked else set()
         values = set().union(*(each.get(name, missing) for each in facts))
         if len(values) > 1:
             found[name] = sorted(values)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from agentbench_kv.results.runs import Run, RunGroup
 from agentbench_kv.results.stats import Interval, level, open_level
 
+PREFIX = "fidelity/"  # of the task in a run's spec
 KL, VALUE, FLIPS = "kl", "kl_value", "flips"
 MEANS = (KL, "dnll", FLIPS)  # of which less is better; all but the last in nats
 SHARES = ("top1", "right", "calls_exact", "calls_exact_full")
@@ -19,7 +20,7 @@ def of_fidelity(run: Run) -> bool:
     Its score is the share of tokens with the same best one. An interval for samples that succeed or
     fail is far too wide for such shares.
     """
-    return KL in run.means
+    return run.setting.task.startswith(PREFIX)
 
 
 def diverges(metric: str) -> bool:
@@ -35,6 +36,7 @@ class Divergence:
     budget: str
     sessions: int
     events: float  # per session
+    behind: float | None  # share of the tokens that came behind an event; None: not counted
     means: Mapping[str, Interval]  # nats; of `flips` shares
     shares: Mapping[str, Interval]
 
@@ -59,7 +61,20 @@ def divergence(group: RunGroup, sessions: frozenset[str] | None = None) -> Diver
     accounts = [(run.summary.kv.events, run.summary.trials) for run in group.runs if run.summary.kv]
     events = sum(each for each, _ in accounts) / max(1, sum(trials for _, trials in accounts))
     budget = "" if group.budget is None else str(group.budget)
-    return Divergence(group.label, budget, means[KL].n, events, means, shares)
+    behind = _behind(group, kept)
+    return Divergence(group.label, budget, means[KL].n, events, behind, means, shares)
+
+
+def _behind(group: RunGroup, kept: set[str] | None) -> float | None:
+    """Return the share of a group's tokens, in some sessions, that had an event before them."""
+    counts = {"": 0.0, "_before": 0.0}
+    for name in counts:
+        found = group.means(f"{KL}{name}")
+        if found is not None:
+            own = found if kept is None else found.only(kept)
+            counts[name] = sum(count for _, count in own.parts.values())
+    far = any(group.means(f"{KL}{name}") for name in ("_before", "_to1", "_to8", "_later"))
+    return 1 - counts["_before"] / counts[""] if far and counts[""] else None
 
 
 def _bounded(name: str, interval: Interval) -> Interval:

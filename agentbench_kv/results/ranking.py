@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from agentbench_kv.results.drift import by_conditions
+from agentbench_kv.results.fidelity import KL, of_fidelity
 from agentbench_kv.results.runs import (
     SCORE,
     Run,
@@ -26,6 +27,7 @@ from agentbench_kv.results.validity import UNCOMPRESSED
 
 LEAST_SAMPLES = 20
 LEAST_GROUPS = 5  # on fewer samples, or groups of samples, nobody leads
+NO_FIGURES = "no session was read, so that nothing was predicted; see their errors"
 OTHER_SAMPLES = "other samples: it has {} of the {} that others were asked"
 
 
@@ -62,6 +64,50 @@ class Board:
         return min(
             alike, key=lambda e: (e.group.method != "full", e.group.label != "full"), default=None
         )
+
+    @property
+    def placed(self) -> list[Entry]:
+        """The compressed entries that have a place at their nominal budget.
+
+        Not those that had events in less than half the share of trials of another at that budget:
+        by a long interval most sessions are the full cache's.
+        """
+        compressed = [entry for entry in self.entries if entry.group.compressed]
+        most: dict[str, float] = {}
+        for entry in compressed:
+            budget = str(entry.group.budget)
+            most[budget] = max(self.fired(entry), most.get(budget, 0.0))
+        return [e for e in compressed if 2 * self.fired(e) >= most[str(e.group.budget)]]
+
+    def fired(self, entry: Entry) -> float:
+        """Return the share of an entry's trials of the board's samples that had an event."""
+        pairs = [(run, sample) for run in entry.group.runs for sample in self.samples]
+        trials = sum(len(run.scores.get(sample, ())) for run, sample in pairs)
+        return sum(run.fired[sample] for run, sample in pairs) / trials if trials else 0.0
+
+    @property
+    def unplaced(self) -> list[str]:
+        """A note that names the compressed entries without a place; empty if there are none."""
+        placed = {id(entry) for entry in self.placed}
+        said = [
+            f"{entry.group.name} ({self.fired(entry):.0%})"
+            for entry in self.entries
+            if entry.group.compressed and id(entry) not in placed
+        ]
+        what = "no place at its budget, as it had events in few trials where others had some: "
+        return [what + ", ".join(said)] * bool(said)
+
+    @property
+    def seeds(self) -> list[str]:
+        """A note that names the entries' seeds; empty if all have the same."""
+        known = {
+            entry.group.name: sorted({str(run.spec.get("seed")) for run in entry.group.runs})
+            for entry in self.entries
+        }
+        if len({tuple(seeds) for seeds in known.values()}) < 2:
+            return []
+        said = "; ".join(f"{name}: {', '.join(seeds)}" for name, seeds in known.items())
+        return [f"seeds are not the same, and a run may be the luckiest of several: {said}"]
 
     @property
     def too_small(self) -> str | None:
@@ -138,6 +184,7 @@ def _boards(setting: Setting, conditions: str, runs: Sequence[Run], metric: str)
     asked = asked_once(groups, metric)
     scored = [(group, group.scores(metric, asked)) for group in groups]
     # Nobody may have been asked anything of a sub-score.
+    scored = [(group, _predicted(group, scores)) for group, scores in scored]
     known = [(group, scores) for group, scores in scored if scores is not None and scores.parts]
     sets = _sample_sets(list(_played(known)))
     placed = [
@@ -155,12 +202,26 @@ def _boards(setting: Setting, conditions: str, runs: Sequence[Run], metric: str)
         if id(group) not in on
         for run in group.runs
     ]
+    out += [
+        (run, NO_FIGURES)
+        for group, scores in scored
+        if of_fidelity(group.first) and scores is None
+        for run in group.runs
+    ]
     made = [
         Board(setting, conditions, metric, samples, entries)
         for samples, entries in zip(sets, placed, strict=True)
     ] or [Board(setting, conditions, metric, frozenset(), ())]
     others = [replace(board, beside=_beside(board, made[0])) for board in made[1:]]
     return [replace(made[0], out=(*out, *drifted)), *others]
+
+
+def _predicted(group: RunGroup, scores: Scores | None) -> Scores | None:
+    """Leave out sessions of fidelity without a figure: means are over those that have one."""
+    if scores is None or not of_fidelity(group.first):
+        return scores
+    found = group.means(KL)
+    return None if found is None else scores.only(set(found.parts))
 
 
 def _beside(board: Board, first: Board) -> str:
@@ -217,10 +278,17 @@ def _sample_sets(played: Sequence[_Played]) -> list[frozenset[str]]:
 
 
 def _without_drift(runs: Sequence[Run]) -> tuple[list[Run], list[tuple[Run, str]]]:
-    """Split off runs whose prompts are not the uncompressed runs', or most methods' elsewhere."""
-    plain = _votes(run for run in runs if not run.compressed)
-    votes = _votes(runs) | plain
-    right = {key: max(found, key=lambda prompt: len(found[prompt])) for key, found in votes.items()}
+    """Split off runs whose prompts are not those of `full`, or most methods' elsewhere.
+
+    Where runs of `full` have several, those that most methods had.
+    """
+    everybody = _votes(runs)
+    votes = everybody | _votes(run for run in runs if not run.compressed)
+    votes |= _votes(run for run in runs if run.method in UNCOMPRESSED)
+    right = {
+        key: max(found, key=lambda prompt: (len(found[prompt]), len(everybody[key][prompt])))
+        for key, found in votes.items()
+    }
     sound, drifted = [], []
     for run in runs:
         wrong = [key for key, prompt in run.prompts.items() if prompt != right[key]]

@@ -111,6 +111,7 @@ class Run:
         # were not tried again, which goes on behind what was read before.
         self.from_files: dict[tuple[str, int], int] = {}
         self.triggered = triggered_samples(records)
+        self.fired = Counter(record.sample_id for record in records if record.kv.events)  # trials
         self.busy_s = sum(record.timing.e2e_s or 0.0 for record in records)  # of all trials
         for record in records:
             self._count(record)

@@ -62,7 +62,7 @@ def assess(
         (RunState.BUDGET_NOT_APPLIED, _refused(trials)),
         (RunState.BUDGET_NOT_APPLIED, _exceeded(spec, trials)),
         (RunState.BUDGET_NOT_APPLIED, _raised(spec, trials)),
-        (RunState.INCOMPLETE, _missing(trials, expected)),
+        (RunState.INCOMPLETE, _missing(spec, trials, expected)),
         (RunState.BUDGET_NOT_APPLIED, _never_triggered(spec, trials)),
         (RunState.BUDGET_NOT_APPLIED, recalled),
     ]
@@ -119,11 +119,14 @@ def _own_trigger(spec: Mapping[str, Any]) -> int | None:
 
 def _interval(spec: Mapping[str, Any]) -> int:
     """Return Δ: from the spec itself, else from the method's parameters, else the default."""
-    found = _parameter(spec, "interval")
+    return _number("interval", _parameter(spec, "interval"), DEFAULT_INTERVAL)
+
+
+def _number(name: str, found: Any, default: int) -> int:
     try:
-        return DEFAULT_INTERVAL if found is None else int(found)
+        return default if found is None else int(found)
     except (TypeError, ValueError, OverflowError):
-        raise UsageError(f"the interval of the run is {str(found)[:40]!r}, no number") from None
+        raise UsageError(f"the {name} of the run is {str(found)[:40]!r}, no number") from None
 
 
 def _parameter(spec: Mapping[str, Any], name: str) -> Any:
@@ -243,9 +246,13 @@ def _cure(spec: Mapping[str, Any]) -> str:
     )
 
 
-def _missing(trials: Sequence[TrialRecord], expected: int | None) -> str | None:
+def _missing(
+    spec: Mapping[str, Any], trials: Sequence[TrialRecord], expected: int | None
+) -> str | None:
     finished = sum(record.finished for record in trials)
-    wanted = max(expected or 0, len(trials))
+    samples = len({record.sample_id for record in trials})
+    asked = samples * _number("trials", spec.get("trials"), 1)
+    wanted = max(expected or 0, len(trials), asked)
     if finished >= wanted and trials:
         return None
     if not wanted:

@@ -28,6 +28,7 @@ from agentbench_kv.errors import ContextLimitError, UsageError, unknown_name
 from agentbench_kv.methods.base import PHASE_NAMES, Method, Phase
 from agentbench_kv.phases import PhaseTable, load_tokenizer, system_tokens
 from agentbench_kv.registry import load_method, make_method, split_settings
+from agentbench_kv.results.fidelity import PREFIX
 from agentbench_kv.results.records import KVAccount, Metric, TrialRecord, TrialStatus, Usage
 from agentbench_kv.results.store import RunDir, RunReader, RunStore
 from agentbench_kv.results.summary import GIVEN_TOKENS, Summary, summarize
@@ -37,7 +38,6 @@ from agentbench_kv.run.recordings import RecordedTurn, Recording, refuse_other_l
 from agentbench_kv.run.runner import refuse_without_messages
 from agentbench_kv.run.spec import RunSpec
 
-PREFIX = "fidelity/"
 GOLD = "/gold"  # behind a task: its golden sessions
 Progress = Callable[[str, int, int], None]  # session, sessions done, sessions in all
 
@@ -184,6 +184,7 @@ def _check_sessions(run: RunReader, recordings: Sequence[Recording]) -> None:
     More of the same, or the first of them, are the same sessions.
     """
     known = {recording.sample: recording.sha for recording in recordings}
+    clusters = {recording.sample: recording.cluster for recording in recordings}
     played = list(dict.fromkeys(record.sample_id for record in run.trials()))
     shared = min(len(played), len(known))
     if set(played[:shared]) != set(list(known)[:shared]):
@@ -197,6 +198,12 @@ def _check_sessions(run: RunReader, recordings: Sequence[Recording]) -> None:
             raise UsageError(
                 f"run {run.info.run_id} holds another session {record.sample_id!r} (other task "
                 "settings, tool syntax, template or data); choose another --out"
+            )
+        if record.sample_id in known and record.cluster != clusters[record.sample_id]:
+            raise UsageError(
+                f"run {run.info.run_id} holds session {record.sample_id!r} in cluster "
+                f"{record.cluster!r}, and now it is {clusters[record.sample_id]!r}; choose another "
+                "--out"
             )
 
 

@@ -88,17 +88,16 @@ def _source(cls: type) -> str | None:
 def hardware(device: str = "auto") -> dict[str, Any]:
     """Return processor, cores and accelerator, and the settings of waiting threads and of pages.
 
-    Of several accelerators it is the one that `device` names, else the first; `usable_cores` only
-    where this process may use fewer than there are (`taskset`).
+    Of several accelerators it is the one that `device` names, else the first; `usable_cores` are
+    those that this process may use (`taskset`).
     """
     import torch
 
-    cores, usable = os.cpu_count(), usable_cores()
     return {
         "machine": platform.machine(),
         "cpu": _cpu_name(),
-        "cores": cores,
-        **({"usable_cores": usable} if usable != cores else {}),
+        "cores": os.cpu_count(),
+        "usable_cores": usable_cores(),
         "torch_threads": torch.get_num_threads(),
         "gpu": _gpu_name(device),
         "settings": process_env.in_force(os.environ),

@@ -261,10 +261,10 @@ def answered_ids(path: Path) -> list[list[int]]:
     return found
 
 
-def _leave_out(why: str, samples: Sequence[str]) -> None:
+def _leave_out(why: str, samples: Sequence[str], of: str = "the run's trials") -> None:
     if samples:
         said = ", ".join(samples[:3])
-        _log.warning("%d of the run's trials %s and are left out: %s", len(samples), why, said)
+        _log.warning("%d of %s %s and are left out: %s", len(samples), of, why, said)
 
 
 def record_gold(
@@ -376,12 +376,15 @@ def _record(source: AnswerSource) -> list[Recording]:
         for sample in source.samples:
             attempt = play_session(setup, sample, trial=0)
             turns = tuple(engine.turns(attempt.report.session, gateway.codec, gateway.syntax))
-            if turns and attempt.report.resets == 0:
+            whole = source.ends or attempt.outcome.status is TrialStatus.SCORED
+            if turns and whole and attempt.report.resets == 0:
                 found.append(Recording(sample.id, sample.cluster, turns))
             else:
                 anew.append(sample.id)
-    if source.sessions is not None:
+    if found and source.ends:
         _leave_out("came to no one session, played again,", anew)
+    elif found:
+        _leave_out("were not answered to their end", anew, "the golden sessions")
     if not found:
         raise PrerequisiteError(
             f"no session of {source.spec.task} could be recorded: {attempt.outcome}"

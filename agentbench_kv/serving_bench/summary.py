@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
-from itertools import product
+from itertools import pairwise, product
 from math import inf
 from statistics import median as middle
 from typing import Any
@@ -115,7 +115,9 @@ def summarize_serving(
         groups[each.shape, each.load, each.arm].append(each)
     quality = _qualities(measured)
     sent = _sent(plan, measured)
-    cells, best, unranked = [], [], []
+    cells: list[ArmFigures] = []
+    best: list[BestLoad] = []
+    unranked: list[UnrankedLoad] = []
     by = GOODPUT if plan.goodput else SPEED
     for shape in plan.shapes:
         made = []
@@ -154,6 +156,14 @@ def _qualities(measured: Iterable[LoadMeasurement]) -> dict[str, Quality]:
         raise UsageError(
             f"exact calls are not of the same calls ({said}): measure again into another --out"
         )
+    known = {arm: q for arm, q in found.items() if q.exact is not None and q.parts}
+    sessions = {arm: {name: n for name, (_, n) in q.parts.items()} for arm, q in known.items()}
+    for (arm, own), (other, theirs) in pairwise(sessions.items()):
+        if own != theirs:
+            raise UsageError(
+                f"exact calls of {arm} and {other} are not of the same sessions' calls: measure "
+                "again into another --out"
+            )
     return found
 
 
@@ -341,6 +351,8 @@ def disturbances(runs: Sequence[LoadMeasurement]) -> list[str]:
         sent = failed + sum(int(run.figures.get("completed", 0)) for run in runs)
         said = next((error for run in runs for error in run.errors), "no reason given")
         reasons.append(f"{failed} of {sent} requests failed: {said}")
+    if cold := sum(run.warmup_errors for run in runs):
+        reasons.append(f"{cold} requests of the warm-up failed, so that it was measured cold")
     if resets := sum(int((run.kv or {}).get("session_resets", 0)) for run in runs):
         reasons.append(f"{resets} session resets: prompts were prefilled again")
     if restarts := sum(run.restarts for run in runs):

@@ -423,6 +423,13 @@ def _quality_notes(cells: Sequence[ArmFigures]) -> list[str]:
     found = {cell.arm: cell.quality for cell in cells if cell.quality is not None}
     if not found:
         return ["exact calls: not measured: no recorded answers came, or nobody asked for them"]
+    behind = {
+        arm: sum(asked for _, asked in quality.behind.values())
+        for arm, quality in found.items()
+        if quality.behind
+    }
+    counts = ", ".join(f"{count:,} ({arm})" for arm, count in behind.items())
+    others = [f"calls behind an event, which are others for each arm: {counts}"] * bool(counts)
     said = _exact_note([each for each in found.values() if each.exact is not None])
     reasons: dict[str, list[str]] = {}
     for arm, quality in found.items():
@@ -435,6 +442,7 @@ def _quality_notes(cells: Sequence[ArmFigures]) -> list[str]:
     }
     return [
         *said,
+        *others,
         *[
             f"exact calls of {', '.join(sorted(later))}: counted on another machine, or with other "
             "versions or code, than the speed"

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from agentbench_kv.analysis.fidelity import FidelityCounts, compare, distance_group
+from agentbench_kv.errors import UsageError
 
 
 def softmax(logits):
@@ -85,3 +86,22 @@ def test_a_call_that_two_stretches_share_is_one():
 def test_distances_have_names():
     named = [distance_group(n) for n in (None, 1, 2, 8, 9, 128, 129)]
     assert named == ["_before", "_to1", "_to8", "_to8", "_to32", "_to128", "_later"]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("side", ["full", "other"])
+def test_logits_that_are_no_numbers_are_refused(value, side):
+    """Two NaN have the same best token, and no mean had their KL: a broken model was at 100 %."""
+    logits = {"full": torch.randn(3, 7), "other": torch.randn(3, 7)}
+    logits[side][1, 4] = value
+    with pytest.raises(UsageError, match="logits are no numbers"):
+        compare(*logits.values(), torch.tensor([1, 2, 3]))
+
+
+def test_tokens_that_both_models_rule_out_are_no_distance():
+    full, other = torch.randn(3, 7), torch.randn(3, 7)
+    full[:, 5] = other[:, 5] = float("-inf")
+    found = compare(full, other, torch.tensor([1, 2, 3]))
+    kept = [0, 1, 2, 3, 4, 6]
+    without = compare(full[:, kept], other[:, kept], torch.tensor([1, 2, 3]))
+    assert torch.allclose(found.kl, without.kl)

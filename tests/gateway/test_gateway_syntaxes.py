@@ -25,6 +25,14 @@ def test_every_syntax_with_calls_is_here() -> None:
     assert CALLS.keys() == SYNTAXES.keys() - {"none"}
 
 
+def test_ids_of_mistrals_calls_have_nine_letters_or_digits() -> None:
+    """Its chat template refuses a history with any others."""
+    ids = [SYNTAXES["mistral"].call_ids.format(number) for number in (0, 1, 12, 99_999)]
+    assert [len(each) for each in ids] == [9] * 4
+    assert len({*ids}) == 4
+    assert all(each.isascii() and each.isalnum() for each in ids)
+
+
 @pytest.mark.parametrize("size", [1, 5, 10**6])
 @pytest.mark.parametrize("syntax", CALLS)
 def test_a_call_is_read_with_its_types(syntax: str, size: int) -> None:

@@ -40,6 +40,7 @@ def write_arm(tmp_path: Path, make_trial: Any) -> Write:
         expected: int | None = None,
         kv_dtype: str = "",
         systems: int = 0,
+        idle: int = 0,
     ) -> Run:
         spec = {"task": "fidelity/t/gold", "method": method, "budget": budget, "model": "m"}
         spec |= {"engine": "embedded", "seed": 0} | ({"kv_dtype": kv_dtype} if kv_dtype else {})
@@ -49,6 +50,7 @@ def write_arm(tmp_path: Path, make_trial: Any) -> Write:
             for number, each in enumerate(divergences):
                 kv = {"logical": 900, "peak_live": 700, "longest_prefill": 600, "events": 2}
                 kv |= {"evicted": 500, "decode_tokens": TOKENS}
+                kv |= {"events": 0, "evicted": 0} if number < idle else {}
                 if each is None:
                     failed = {"status": "context_limit", "error": "too long"}
                     run.append_trial(make_trial(f"s{number}", kv=kv, **failed))
@@ -142,10 +144,10 @@ def test_the_lowest_is_marked_with_all_that_are_not_told_from_it(write_arm: Writ
         write_arm("random", 1024, noisy(0.1, seed=4)),
     ]
     found = cells(runs, 0)
-    assert found["512", "agentkv"][5].mark is found["512", "snapkv"][5].mark is Mark.TIED
-    assert found["512", "random"][5].mark is None
-    assert found["1024", "agentkv"][5].mark is Mark.BEST
-    assert found["512", "random"][5].value == pytest.approx(0.5, rel=0.1)
+    assert found["512", "agentkv"][6].mark is found["512", "snapkv"][6].mark is Mark.TIED
+    assert found["512", "random"][6].mark is None
+    assert found["1024", "agentkv"][6].mark is Mark.BEST
+    assert found["512", "random"][6].value == pytest.approx(0.5, rel=0.1)
 
 
 def test_few_sessions_mark_nobody_and_unfinished_runs_stand_below(write_arm: Write) -> None:
@@ -160,6 +162,44 @@ def test_few_sessions_mark_nobody_and_unfinished_runs_stand_below(write_arm: Wri
     assert "nobody leads on fewer than 20" in " ".join(table.notes)
 
 
+def test_arms_are_compared_over_the_sessions_that_all_have_read(write_arm: Write) -> None:
+    """An arm without its worst sessions had the lowest mean, over the others."""
+    known = noisy(0.02)
+    worst = sorted(range(40), key=lambda at: known[at])[-10:]
+    runs = [write_arm("agentkv", 512, known), write_arm("snapkv", 512, noisy(0.02, seed=1))]
+    cut = [None if at in worst else each for at, each in enumerate(known)]
+    runs += [write_arm("h2o", 512, cut)]
+    (figures, *_) = fidelity_tables(runs)
+    (row,) = (row for row in figures.rows if row.cells[1].value == "h2o")
+    assert row.below == "other samples: it has 30 of the 40 that others were asked"
+    assert "40 sessions" in figures.title
+
+
+def test_sessions_that_nobody_could_read_are_not_counted(write_arm: Write) -> None:
+    """Of 25 sessions 22 were longer than the context, and a method was best on three."""
+    short = [0.02, 0.03, 0.01] + [None] * 22
+    runs = [write_arm("agentkv", 512, short), write_arm("snapkv", 512, [0.5] * 3 + [None] * 22)]
+    unread = write_arm("h2o", 512, [None] * 25)
+    tables = fidelity_tables([*runs, unread])
+    assert "3 sessions" in tables[0].title
+    notes = " ".join(tables[0].notes)
+    assert "3 sessions; nobody leads on fewer than 20" in notes
+    assert "h2o at 512: no session was read" in notes
+    assert all(cell.mark is None for row in tables[0].rows for cell in row.cells)
+
+
+def test_who_hardly_ever_evicts_has_no_place_at_a_budget(write_arm: Write) -> None:
+    """A long interval made the first event come at the end of the longest session."""
+    near = write_arm("snapkv", 512, noisy(0.02))
+    far = write_arm("agentkv", 512, noisy(0.5, seed=1))
+    lazy = write_arm("h2o", 512, noisy(0.001, seed=2), idle=39)
+    (figures, *_) = fidelity_tables([near, far, lazy])
+    marked = [row.cells[1].value for row in figures.rows for cell in row.cells if cell.mark]
+    assert marked == ["snapkv"]
+    said = "no place at its budget, as it had events in few trials where others had some: "
+    assert said + "h2o at 512 (2%)" in figures.notes
+
+
 def test_other_precisions_compete_apart(write_arm: Write) -> None:
     """At equal tokens the wider rows are nearer, which is no merit: they take more bytes."""
     runs = [
@@ -169,8 +209,8 @@ def test_other_precisions_compete_apart(write_arm: Write) -> None:
         write_arm("random", 512, noisy(0.2, seed=3), kv_dtype="int4"),
     ]
     found = cells(runs, 0)
-    assert found["512", "agentkv"][5].mark is Mark.BEST
-    assert found["512", "agentkv kv=int4 simulated"][5].mark is Mark.BEST
+    assert found["512", "agentkv"][6].mark is Mark.BEST
+    assert found["512", "agentkv kv=int4 simulated"][6].mark is Mark.BEST
     (view,) = views(runs)
     assert [name for name, _ in view.answers] == ["512", "512 kv=int4"]
 
@@ -302,7 +342,7 @@ def test_the_site_shows_the_same_figures(write_arm: Write, tmp_path: Path) -> No
     (page,) = (folder / "tasks").glob("*.html")
     shown = page.read_text()
     for row in fidelity_tables(runs)[0].rows:
-        assert f"{row.cells[5].value:.4f}" in shown
+        assert f"{row.cells[6].value:.4f}" in shown
     # The chart: less is lower, on an axis of powers of ten.
     (view,) = views(runs)
     chart = view.distance_chart

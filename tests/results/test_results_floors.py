@@ -71,6 +71,16 @@ def test_what_is_said_of_floors(full: float, none: float, removed: float | None,
     assert floor_note(group(full, "off"), [group(0.9, "none", "agentkv")], "score") == ""
 
 
+def test_a_floor_of_other_samples_says_nothing_of_the_task() -> None:
+    """One session that scores 0 without its evidence made every score above a floor's."""
+    full, one = group(0.9, "off"), group(0.0, "removed")
+    one.scores = lambda _: Scores.of_trials({"s0": [0.0]}, {})
+    assert floor_note(full, [one], "score").startswith("floors were played on 1 of the 20 samples")
+    most = Scores.of_trials({f"s{n}": [0.0 if n else 1.0] for n in range(19)}, {})
+    one.scores = lambda _: most
+    assert floor_note(full, [one], "score").startswith("full is at least 3 times its floors")
+
+
 def test_less_of_what_is_read_is_a_row_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(floors, "grouped", lambda runs: asked.extend(runs) or [])

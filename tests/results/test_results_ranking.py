@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from agentbench_kv.results.gate import describe, repeats
 from agentbench_kv.results.ranking import LEAST_SAMPLES, Board, boards, rank
 from agentbench_kv.results.records import TrialRecord
 from agentbench_kv.results.runs import Run, grouped, load_runs
+from agentbench_kv.results.site.boards import views
 from agentbench_kv.results.store import RunStore
 from agentbench_kv.results.tables.accuracy import accuracy_tables
 
@@ -332,6 +334,50 @@ def test_prompts_that_no_uncompressed_run_played_are_voted_on_by_all(
     assert {reason for _, reason in board.out} == {
         "drift: prompts differ from the other runs' in 40 of 60 trials, first in sample s20 trial 0"
     }
+
+
+@pytest.mark.parametrize("forged", ["full", "no-budget-either"])
+def test_one_run_without_a_budget_throws_nobody_off(make: Make, forged: str) -> None:
+    """Begun before all others, by its own word, a run of `full` had the only right prompts."""
+    make("forged", NAMES, method=forged, budget=None, prompt="other ", seed=1)
+    make("full", NAMES[:50], method="full", budget=None)
+    make("a", NAMES[:30], method="rkv")
+    folder = make("b", NAMES[:40], method="h2o")
+    (board,) = boards(loaded(folder))
+    assert {run.run_id for run, _ in board.out} == {"forged"}
+    assert {entry.group.method for entry in board.entries} == {"full", "rkv", "h2o"}
+
+
+def test_other_seeds_are_told(make: Make) -> None:
+    """Of twenty seeds of one method, the luckiest leads."""
+    make("a", NAMES[:30], method="rkv")
+    folder = make("b", NAMES[:31], method="h2o")
+    (board,) = boards(loaded(folder))
+    assert board.seeds == []
+    make("c", NAMES[:55], method="snapkv", seed=17)
+    (board,) = boards(loaded(folder))
+    (said,) = board.seeds
+    assert said.endswith("h2o at 256: 0; rkv at 256: 0; snapkv at 256: 17")
+
+
+def test_who_hardly_ever_evicts_has_no_place(make: Make) -> None:
+    """By an interval as long as all sessions but one, a method was `full` in the others."""
+    make("a", NAMES[:30], method="rkv")
+    folder = make("lazy", NAMES[:59], method="h2o")
+    path = folder / "lazy" / "samples.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines[1:]:
+        line["kv"]["events"] = 0
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    (board,) = boards(loaded(folder))
+    assert [entry.group.method for entry in board.placed] == ["rkv"]
+    (said,) = board.unplaced
+    assert said.endswith("h2o at 256 (2%)")
+    (scores, *_) = accuracy_tables(loaded(folder))
+    assert said in scores.notes
+    (view,) = views(loaded(folder))
+    assert {row.name for row in view.matrix} == {"rkv", "h2o"}  # shown all the same
+    assert any("h2o at 256 (2%)" in str(sentence) for _, sentence in view.answers)
 
 
 def test_a_method_at_many_budgets_is_not_many_methods(make: Make) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from agentbench_kv.errors import UsageError
 from agentbench_kv.results.validity import assess, budget_bounds
 
 BUDGET, INTERVAL, PREFILL = 256, 128, 90
@@ -178,6 +179,15 @@ def test_missing_and_unfinished_trials_make_a_run_incomplete(spec, compressed):
     failed = [*one, compressed("b", status="timeout")]
     assert assess(spec, failed, expected=2).state == "valid"
     assert assess(spec, []).reasons == ["no trials"]
+
+
+def test_dropped_trials_of_samples_that_are_there_make_a_run_incomplete(spec, compressed):
+    """Failed ones were left out, and the number of those expected made to fit."""
+    kept = [compressed("a"), compressed("a", trial=1), compressed("b")]
+    assert assess(spec | {"trials": 2}, kept, expected=3).reasons == ["3 of 4 trials finished"]
+    assert assess(spec | {"trials": 2}, [*kept, compressed("b", trial=1)]).state == "valid"
+    with pytest.raises(UsageError, match="the trials of the run is"):
+        assess(spec | {"trials": [3]}, kept)
 
 
 def test_excess_outweighs_incompleteness_which_outweighs_silence(spec, compressed):

@@ -212,10 +212,14 @@ def test_equal_arms_are_one(tmp_path: Path) -> None:
 
 def test_sessions_of_another_file_are_not_mixed_in(tmp_path: Path) -> None:
     def written(name: str, *ids: str) -> str:
-        messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
         path = tmp_path / name / "s.jsonl"
         path.parent.mkdir()
-        rows = [json.dumps({"id": each, "messages": messages}) for each in ids]
+        rows = [
+            json.dumps({"id": each, "messages": [
+                {"role": "user", "content": f"hi {each}"}, {"role": "assistant", "content": "yes"}
+            ]})
+            for each in ids
+        ]  # fmt: skip
         path.write_text("\n".join(rows))
         return str(path)
 

@@ -213,6 +213,21 @@ def test_arms_of_other_calls_are_not_set_side_by_side(
     assert len(qualities(tmp_path, run)) == 4  # nothing is lost
 
 
+def test_sessions_with_other_calls_are_not_set_side_by_side(
+    started: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many calls in all, but not in each session."""
+    assert started == []
+    run = make_run("full", "h2o")
+    judging(
+        monkeypatch,
+        replace(FOUND, asked=4, right=3, parts={"s": (2, 2), "t": (1, 2)}, behind={}),
+        replace(FOUND, asked=4, right=3, parts={"s": (2, 3), "t": (1, 1)}, behind={}),
+    )
+    with pytest.raises(UsageError, match="not of the same sessions' calls"):
+        measure_serving(run, tmp_path, quietly)
+
+
 @pytest.mark.parametrize(
     "said",
     [

@@ -176,6 +176,11 @@ def test_a_better_load_that_is_not_ranked_is_told_beside_the_best(speed: float, 
     assert said in best.notes  # without any that is ranked
 
 
+def test_a_measurement_whose_warm_up_failed_is_not_ranked() -> None:
+    (found,) = summary([measurement("full", "c8", 0, 1.0, warmup_errors=2)]).cells
+    assert found.reasons == ["2 requests of the warm-up failed, so that it was measured cold"]
+
+
 def test_requests_that_failed_after_different_times_are_told() -> None:
     runs = [measurement("full", "c8", 0, 1.0, timeout_s=60.0)]
     runs += [measurement("agentkv 4096", "c8", 0, 1.0, timeout_s=60.0)]

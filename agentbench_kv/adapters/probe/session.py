@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,36 @@ def read_sessions(path: Path) -> Iterator[ChatSession]:
         yield ChatSession(
             name, tuple(messages), tuple(tools), None if cluster is None else str(cluster)
         )
+
+
+def refuse_repeated(path: Path, sessions: Iterable[ChatSession]) -> None:
+    """Refuse a session that is another one, or its beginning, and is not in the same cluster.
+
+    A file with a line for each request has one session many times, which no interval would show.
+    """
+    ends: dict[str, ChatSession] = {}
+    begun: dict[str, ChatSession] = {}
+    for session in sessions:
+        chain = list(_beginnings(session))
+        whole = chain[-1]
+        others = (begun.get(whole), *(ends.get(each) for each in chain))
+        for other in others:
+            if other is None or (session.cluster is not None and session.cluster == other.cluster):
+                continue
+            raise UsageError(
+                f"{path}: of sessions {other.id!r} and {session.id!r} one is the other or its "
+                "beginning, so they are no two; keep the longer one, or give both one `cluster`"
+            )
+        ends.setdefault(whole, session)
+        begun |= dict.fromkeys(chain, session)
+
+
+def _beginnings(session: ChatSession) -> Iterator[str]:
+    """Yield a hash of the tools and the first message, the first two, ... and all of them."""
+    digest = hashlib.sha256(json.dumps(session.tools, sort_keys=True, default=str).encode())
+    for message in session.messages:
+        digest.update(json.dumps(message, sort_keys=True, default=str).encode())
+        yield digest.hexdigest()
 
 
 def _tools_problem(tools: object) -> str:

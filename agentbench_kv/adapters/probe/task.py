@@ -34,7 +34,7 @@ from agentbench_kv.adapters.data import file_sha256
 from agentbench_kv.adapters.probe.asking import AskedProbe, Floor, Place, ask_all, stands
 from agentbench_kv.adapters.probe.gold import GoldSessions
 from agentbench_kv.adapters.probe.questions import Probe, make_probes, sample_of
-from agentbench_kv.adapters.probe.session import ChatSession, read_sessions
+from agentbench_kv.adapters.probe.session import ChatSession, read_sessions, refuse_repeated
 from agentbench_kv.adapters.probe.values import contains, may_be_exact
 from agentbench_kv.adapters.tau2.task import Airline, Retail, Telecom
 from agentbench_kv.errors import ContextLimitError, PrerequisiteError, UsageError
@@ -253,6 +253,7 @@ class ProbeFile(ProbeTask):
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise UsageError(f"{self.file}: the id {twice!r} comes twice")
+        refuse_repeated(self._path(), found)
         if seed:
             random.Random(f"{self.name}/{seed}").shuffle(found)
         return iter(found)

@@ -71,9 +71,8 @@ class Contest:
 
 def by_budget(board: Board) -> list[Contest]:
     budgets: dict[int | str | None, list[Entry]] = {}
-    for entry in board.entries:
-        if entry.group.compressed:
-            budgets.setdefault(entry.group.budget, []).append(entry)
+    for entry in board.placed:
+        budgets.setdefault(entry.group.budget, []).append(entry)
     ordered = sorted(budgets, key=budget_order)
     ranked = rank([budgets[name] for name in ordered], board.too_small is not None)
     return [Contest(str(name), tuple(row)) for name, row in zip(ordered, ranked, strict=True)]
@@ -153,6 +152,10 @@ class BoardView:
     @property
     def answers(self) -> list[tuple[str, Markup]]:
         """Name and sentence of each budget, or the one sentence that holds for all."""
+        notes = [
+            ("", Markup("{}.").format(visible(note, 600)))
+            for note in (*self.board.unplaced, *self.board.seeds)
+        ]
         if not self.budgets:
             return [("", Markup("No compressed run yet."))]
         if self.board.too_small:
@@ -160,8 +163,9 @@ class BoardView:
         if self.distance:
             marks = nearest(self.board)
             found = contests(self.board).items()
-            return [(name, _nearest(entries, self.nats, marks)) for name, entries in found]
-        return [(contest.name, _sentence(contest, self.board.full)) for contest in self.budgets]
+            return [(n, _nearest(entries, self.nats, marks)) for n, entries in found] + notes
+        placed = [(contest.name, _sentence(contest, self.board.full)) for contest in self.budgets]
+        return placed + notes
 
     @property
     def chart(self) -> charts.Chart | None:
@@ -256,7 +260,11 @@ class BoardView:
         cells = {id(e): (e, *levels[id(e)]) for e in entries if id(e) in levels}
         plain = [cells[id(e)] for e in entries if not e.group.compressed and id(e) in cells]
         rows = [MatrixRow(cell[0].group.label, "full", (cell,)) for cell in plain]
-        columns = [{r.entry.group.label: id(r.entry) for r in c.ranks} for c in self.budgets]
+        compressed = [entry for entry in entries if entry.group.compressed]
+        columns = [
+            {e.group.label: id(e) for e in compressed if str(e.group.budget) == contest.name}
+            for contest in self.budgets
+        ]
         labels = {label for column in columns for label in column}
         found = [
             MatrixRow(label, self.styles[label], tuple(cells.get(c.get(label, 0)) for c in columns))

@@ -251,7 +251,7 @@ def _scores_table(page: BoardPage, compressed: Sequence[Entry], all_triggered: b
     null = [(name, each, own) for name, each in page.null if (own := _floor(each, board))]
     groups = [*(entry.group for entry in board.entries), *(group for _, group, _ in null)]
     budgets = _budgets([*groups, *(run for run, _ in board.out)])
-    marks = _marks(compressed, board)
+    marks = _marks(board)
     values = {
         (entry.group.label, entry.group.budget): _cell(entry.level, marks.get(id(entry)))
         for entry in board.entries
@@ -272,6 +272,7 @@ def _scores_table(page: BoardPage, compressed: Sequence[Entry], all_triggered: b
     notes += filter(None, [floor_note(full, [group for _, group, _ in null], board.metric)])
     if compressed and board.full is None:
         notes.append("no run of full on these samples: nothing to compare with")
+    notes += [*board.unplaced, *board.seeds]
     if all_triggered:
         notes.append("every sample of every compressed run had an event: the subset is the whole")
     legend = [LEGEND] * bool(compressed) + [PUBLISHED] * any(row.published for row in rows)
@@ -309,10 +310,10 @@ def _gap_table(page: BoardPage, compressed: Sequence[Entry], full: Entry) -> Tab
     return _table(page, "difference to full", "points", columns, rows, notes, [GAPS])
 
 
-def _marks(compressed: Sequence[Entry], board: Board) -> dict[int, Mark]:
+def _marks(board: Board) -> dict[int, Mark]:
     """Mark who leads a budget of two methods, alone or with others; never a score of 0."""
     contests: dict[int | str | None, list[Entry]] = {}
-    for entry in compressed:
+    for entry in board.placed:
         contests.setdefault(entry.group.budget, []).append(entry)
     marks: dict[int, Mark] = {}
     for contest in rank(list(contests.values()), small=board.too_small is not None):

@@ -32,6 +32,8 @@ LEGEND = (
     "with a 95% interval over sessions",
     "marked: at a budget and precision the lowest KL, if it leads alone, or it and all that are "
     "not told from it (paired by session; Bonferroni over all pairs of the table)",
+    "behind an event %: of the tokens, those that came after their session's first event; until "
+    "then KL is 0 under any method",
     "peak live MB: of a session, K and V over all layers and heads, at the precision of its rows",
 )
 _HEAD = (Column("budget"), Column("method"))
@@ -39,6 +41,7 @@ _FIGURES = (
     *_HEAD,
     Column("sessions", Unit.NUMBER),
     Column("events", Unit.NUMBER),
+    Column("behind an event %", Unit.SHARE),
     Column("peak live MB", Unit.MEGABYTES),
     Column("KL", Unit.NATS),
     Column("KL of values", Unit.NATS),
@@ -81,8 +84,13 @@ def distance_tables(board: Board) -> Iterator[Table]:
         for run, reason in board.out
         if (found := divergence(group := RunGroup(run.label, (run,)))) is not None
     ]
+    unread = [
+        f"{RunGroup(run.label, (run,)).name}: {why}"
+        for run, why in board.out
+        if KL not in run.means
+    ]
     arms.sort(key=lambda arm: (budget_order(arm.run.budget), arm.found.means[KL].point))
-    if not arms:
+    if not arms and not unread:
         return
     table = partial(
         setting_table, setting=board.setting, kind=Kind.FIDELITY, conditions=board.conditions,
@@ -90,11 +98,14 @@ def distance_tables(board: Board) -> Iterator[Table]:
     )  # fmt: skip
     number, few = len(board.samples), board.too_small
     notes = [few.replace("samples", "sessions")] if few and board.entries else []
+    notes += unread
     yield table(
         what=f"distance from the full cache [95% interval], {number} sessions",
         apart=("fidelity", str(number)), columns=_FIGURES, rows=list(map(_figures, arms)),
-        notes=[*notes, *_calls(arms), *_alike(board)], legend=LEGEND,
+        notes=[*notes, *_calls(arms), *board.unplaced, *_alike(board)], legend=LEGEND,
     )  # fmt: skip
+    if not arms:
+        return
     named = [name for name in _PARTS if any(f"{KL}{name}" in arm.found.means for arm in arms)]
     yield table(
         what=f"KL by phase, kind of token, and tokens since the last event, {number} sessions",
@@ -120,6 +131,7 @@ def _figures(arm: _Arm) -> Row:
         *_name(arm),
         Cell(arm.found.sessions),
         Cell(round(arm.found.events, 1)),
+        Cell(arm.found.behind),
         Cell(median(sizes) / 1e6 if sizes else None),
         _cell(means[KL], arm.mark),
         _cell(means.get(VALUE)),
@@ -173,10 +185,9 @@ def _alike(board: Board) -> list[str]:
 def contests(board: Board) -> dict[str, list[Entry]]:
     """Return who competes, by budget: rows of another precision are others at the same tokens."""
     found: dict[tuple[str, int | str | None], list[Entry]] = {}
-    for entry in board.entries:
-        if entry.group.compressed:
-            key = entry.group.first.spec.get("kv_dtype") or "", entry.group.budget
-            found.setdefault(key, []).append(entry)
+    for entry in board.placed:
+        key = entry.group.first.spec.get("kv_dtype") or "", entry.group.budget
+        found.setdefault(key, []).append(entry)
     ordered = sorted(found, key=lambda key: (key[0], budget_order(key[1])))
     return {f"{budget} kv={kv}" if kv else str(budget): found[kv, budget] for kv, budget in ordered}
 
@@ -227,9 +238,9 @@ def _budgets(board: Board) -> list[Row]:
         return []
     curves: dict[str, dict[int, Mapping[str, tuple[float, float]]]] = {}
     groups: dict[str, str] = {}
-    for entry in board.entries:
+    for entry in board.placed:
         found, tokens = entry.group.means(VALUE), entry.group.first.tokens
-        if entry.group.compressed and tokens and found is not None:
+        if tokens and found is not None:
             groups |= found.groups
             curves.setdefault(entry.group.label, {})[tokens] = found.only(set(board.samples)).parts
     rows = []

@@ -16,6 +16,7 @@ OFF = "off"
 NULL = "null agent"
 _NAMES = {"none": "without the session", "removed": "without the evidence"}
 _TAKEN = ("floor", "context", "last")  # settings that take something away
+MOST = 0.9  # of the samples are what a floor has to be played on
 LEAST = 3.0  # times the floor, below which a task says nothing
 
 
@@ -65,7 +66,14 @@ def floor_note(full: RunGroup | None, floors: Sequence[RunGroup], metric: str) -
     known = [found for each in bare if (found := each.scores(metric))]
     if of_full is None or not known:
         return ""
-    point, highest = level(of_full).point, max(level(found).point for found in known)
+    shared = set(of_full.parts).intersection(*(found.parts for found in known))
+    if len(shared) < MOST * len(of_full.parts):
+        return (
+            f"floors were played on {len(shared)} of the {len(of_full.parts)} samples: whether the "
+            "task says something is not known"
+        )
+    point, *bottom = (level(each.only(shared)).point for each in (of_full, *known))
+    highest = max(bottom)
     if point < LEAST * highest or point == 0:
         return f"full is below {LEAST:g} times its floor: the task says nothing about this model"
     played = {floor_of(each.first) for each in bare}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from agentbench_kv.adapters.probe.session import read_sessions
+from agentbench_kv.adapters.probe.session import read_sessions, refuse_repeated
 from agentbench_kv.errors import UsageError
 from agentbench_kv.run.recordings import record_file
 
@@ -50,3 +50,31 @@ def test_other_weights_are_refused(tmp_path: Path) -> None:
     wrong = [SAID[1], {**SAID[2], "weight": 0.5}]
     with pytest.raises(UsageError, match=r"line 1: message 1: weight is 0 \(read only\) or 1"):
         list(read_sessions(wrote(tmp_path / "t.jsonl", wrong)))
+
+
+def several(path: Path, *sessions: dict[str, Any]) -> Path:
+    path.write_text("".join(f"{json.dumps(each)}\n" for each in sessions))
+    return path
+
+
+@pytest.mark.parametrize("first", [len(SAID), 4])
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_session_and_its_beginning_are_no_two(tmp_path: Path, first: int, turned: bool) -> None:
+    """A proxy's log with a line for each request looked like many independent sessions."""
+    lines = [{"id": "a", "messages": SAID[:first]}, {"id": "b", "messages": SAID}]
+    path = several(tmp_path / "t.jsonl", *(lines[::-1] if turned else lines))
+    with pytest.raises(UsageError, match="one is the other or its beginning"):
+        refuse_repeated(path, read_sessions(path))
+    one = [{**line, "cluster": "c"} for line in lines]
+    refuse_repeated(path, read_sessions(several(tmp_path / "c.jsonl", *one)))
+    two = [{**line, "cluster": line["id"]} for line in lines]
+    with pytest.raises(UsageError, match="one is the other or its beginning"):
+        refuse_repeated(path, read_sessions(several(tmp_path / "d.jsonl", *two)))
+
+
+def test_sessions_that_only_begin_alike_are_two(tmp_path: Path) -> None:
+    other = [*SAID[:-1], {"role": "assistant", "content": "Third!"}]
+    lines = [{"id": "a", "messages": SAID}, {"id": "b", "messages": other}]
+    lines += [{"id": "c", "messages": SAID, "tools": [{"type": "function"}]}]
+    path = several(tmp_path / "t.jsonl", *lines)
+    refuse_repeated(path, read_sessions(path))

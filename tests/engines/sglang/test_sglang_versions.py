@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from agentbench_kv.engines.sglang.plugin import versions
+from agentbench_kv.engines.sglang.plugin import hooks, versions
 from agentbench_kv.engines.sglang.plugin.hooks import Patches
 from agentbench_kv.engines.sglang.plugin.memory import Forks, MemoryPressure
 from agentbench_kv.engines.sglang.plugin.versions import Sglang0512, Sglang0523, find_version
@@ -136,6 +136,51 @@ def test_only_an_idle_step_makes_room_for_who_waits(version: Sglang0512) -> None
         plan, given = SimpleNamespace(batch_to_run=None, running_batch=running), (running,)
     assert patches.get_new_batch_prefill(lambda *_: plan, scheduler, *given) is plan
     assert (memory._stuck, running.batch_is_full) == (None, True)
+
+
+@pytest.mark.parametrize("version", versions.VERSIONS, ids=lambda each: type(each).__name__)
+@pytest.mark.parametrize(
+    ("free", "own", "admitted"),
+    [(0, False, False), (1, False, False), (2, False, True), (0, True, True)],
+)
+def test_nobody_is_admitted_without_a_row_of_the_table(
+    version: Sglang0512, free: int, own: bool, admitted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One request without a row is admitted already: SGLang 0.5.12 ends where there is no other."""
+    results = SimpleNamespace(CONTINUE="continue", NO_TOKEN="no token", OTHER="other")
+    for name in ("sglang", "sglang.srt", "sglang.srt.managers"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    module = ModuleType("sglang.srt.managers.schedule_policy")
+    vars(module)["AddReqResult"] = results
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+    def request(row: int | None) -> Any:
+        rows = SimpleNamespace(req_pool_idx=row)
+        more = {"extend_input_len": 5, "full_untruncated_fill_ids": [0] * 5, "prefix_len": 0}
+        sampling = SimpleNamespace(max_new_tokens=8, ignore_eos=False)
+        more |= {"sampling_params": sampling, "output_ids": []}
+        return SimpleNamespace(req_pool_idx=row, kv=rows, **more)
+
+    session = SimpleNamespace(prefix_key=None)
+    table: Any = SimpleNamespace(
+        of=lambda _: session, resting=list, prefixes=SimpleNamespace(make_room=lambda _: False)
+    )
+    scheduler = SimpleNamespace(
+        req_to_token_pool=SimpleNamespace(free_slots=list(range(free))), waiting_queue=[]
+    )
+    withdrawn: list[Any] = []
+    patches = Patches(SimpleNamespace(), version)  # type: ignore[arg-type]
+    patches._runtime = SimpleNamespace(  # type: ignore[assignment]
+        table=table,
+        memory=MemoryPressure(table, scheduler, version),
+        prefixes=SimpleNamespace(may_begin=lambda _: True, withdraw=withdrawn.append),
+    )
+    asked = request(3 if own else None)
+    monkeypatch.setattr(hooks, "add_one_req", lambda *_: adder.can_run_list.append(asked) or "yes")
+    adder = SimpleNamespace(can_run_list=[request(1), request(None)])
+    found = patches.add_one_req(lambda *_: pytest.fail("wrapped"), adder, asked)
+    assert found == ("yes" if admitted else "no token")
+    assert withdrawn == ([] if admitted else [session])
 
 
 class Ended:

@@ -175,7 +175,6 @@ def refuse_wrong_results(config: Any, kv_cache_config: Any, method: Method) -> N
         "a shared prefix beside windows": method.prefix == "shared" and "window" in kinds,
         "decode context parallelism": parallel.decode_context_parallel_size > 1,
         "prefill context parallelism": parallel.prefill_context_parallel_size > 1,
-        # Of a dense model every rank believes itself alone, and knows its number only.
         # Copies of one head would choose rows by other queries each, and count twice.
         "more workers than KV heads": (
             parallel.tensor_parallel_size > config.model_config.get_total_num_kv_heads()
@@ -184,6 +183,7 @@ def refuse_wrong_results(config: Any, kv_cache_config: Any, method: Method) -> N
         "a shared prefix beside cascade attention": (
             method.prefix == "shared" and not config.model_config.disable_cascade_attn
         ),
+        # Of a dense model every rank believes itself alone, and knows its number only.
         "data parallelism": parallel.data_parallel_size > 1 or parallel.data_parallel_index > 0,
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "a quantised KV cache": any(
