@@ -348,6 +348,15 @@ def test_one_run_without_a_budget_throws_nobody_off(make: Make, forged: str) -> 
     assert {entry.group.method for entry in board.entries} == {"full", "rkv", "h2o"}
 
 
+def test_a_board_of_scores_has_no_distances(make: Make) -> None:
+    """Also beside a run that is on no board: the page of a task was one of fidelity's."""
+    make("a", NAMES[:30], method="rkv")
+    folder = make("b", NAMES[:30], method="h2o", samples=NAMES[:40])
+    (view,) = views(loaded(folder))
+    assert view.board.out
+    assert view.distance == []
+
+
 def test_other_seeds_are_told(make: Make) -> None:
     """Of twenty seeds of one method, the luckiest leads."""
     make("a", NAMES[:30], method="rkv")

@@ -87,7 +87,7 @@ def distance_tables(board: Board) -> Iterator[Table]:
     unread = [
         f"{RunGroup(run.label, (run,)).name}: {why}"
         for run, why in board.out
-        if KL not in run.means
+        if of_fidelity(run) and KL not in run.means
     ]
     arms.sort(key=lambda arm: (budget_order(arm.run.budget), arm.found.means[KL].point))
     if not arms and not unread:
