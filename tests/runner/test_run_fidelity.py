@@ -16,11 +16,12 @@ from agentbench_kv.engines.embedded.model import LoadedModel, load_model
 from agentbench_kv.errors import UsageError
 from agentbench_kv.methods.base import Phase
 from agentbench_kv.phases.tokens import TokenCodec, load_tokenizer
+from agentbench_kv.results.records import TrialStatus
 from agentbench_kv.results.runs import load_runs
 from agentbench_kv.results.site import build_site
 from agentbench_kv.results.site.tokenline import token_line
 from agentbench_kv.results.store import RunReader, RunStore
-from agentbench_kv.run import fidelity
+from agentbench_kv.run import fidelity, recordings
 from agentbench_kv.run.fidelity import one_run
 from agentbench_kv.run.recordings import record_gold, record_run
 
@@ -380,3 +381,23 @@ def test_another_calibration_is_another_run(
     hashes = {run.spec["calibration"] for run in runs}
     assert len(runs) == len(hashes) == 2
     assert all(hashes)
+
+
+def test_a_golden_session_that_was_cut_off_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A worker that died in its third turn of nine left a golden session of three."""
+    play = recordings.play_session
+
+    def cut(setup: Any, sample: Any, trial: int) -> Any:
+        attempt = play(setup, sample, trial=trial)
+        if not sample.id.endswith("-0"):
+            return attempt
+        ended = replace(attempt.outcome, status=TrialStatus.TIMEOUT, score=None)
+        return replace(attempt, outcome=ended)
+
+    whole = [recording.sample for recording in record_gold(TASK, "micro", 2, {})]
+    monkeypatch.setattr(recordings, "play_session", cut)
+    monkeypatch.setattr(logging.getLogger("agentbench_kv"), "propagate", True)
+    assert [recording.sample for recording in record_gold(TASK, "micro", 2, {})] == whole[1:]
+    assert "1 of the golden sessions were not answered to their end and are left out" in caplog.text

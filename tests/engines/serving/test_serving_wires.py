@@ -403,6 +403,10 @@ def test_what_needs_all_heads_is_refused_where_workers_have_some_each(
         VLLM(replace(options, method=other))
     spans = make_method("clear-tools", 96, {"exec": "span"})  # what ranks no rows
     VLLM(replace(options, method=spans))
+    many = replace(options, engine_args={argument: "64"})
+    with pytest.raises(UsageError, match=r"the model has \d KV heads, and eviction"):
+        VLLM(replace(many, method=make_method("agentkv", 96)))
+    VLLM(replace(many, method=make_method("full", None)))
 
 
 def test_a_running_server_is_asked_for_no_method_that_a_start_refuses(tmp_path: Path) -> None:
