@@ -280,6 +280,11 @@ def _contradiction(measured: LoadMeasurement) -> str:
         return "completed, mean_e2el_ms, concurrency and duration do not go together"
     if busy > (measured.max_concurrency or math.inf) * seconds * (1 + _ROUNDING):
         return f"duration is too short for {completed:,} requests of that mean_e2el_ms"
+    mean = figures.get("mean_e2el_ms", 0.0)
+    middle, spread = figures.get("median_e2el_ms", mean), figures.get("std_e2el_ms", math.inf)
+    # Of no numbers is the median further from the mean than their standard deviation.
+    if abs(mean - middle) > spread + _ROUNDING * max(1.0, mean):
+        return "mean_e2el_ms, median_e2el_ms and std_e2el_ms do not go together"
     told, counted = figures.get("total_output_tokens", 0), (measured.kv or {}).get("decode_tokens")
     if counted and not measured.failed and told > counted:
         return f"total_output_tokens are more than the {counted:,} that the engine decoded"

@@ -328,6 +328,10 @@ def changed_file(folder: ServingFolder, **changes: Any) -> Path:
         ({"failed": None}, "has no failed"),
         ({"request_goodput": None}, "has no request_goodput"),
         ({"duration": None}, "has no duration"),
+        (
+            {"median_e2el_ms": 9e3, "std_e2el_ms": 4.9e3},
+            "mean_e2el_ms, median_e2el_ms and std_e2el_ms do not go together",
+        ),
         ({"mean_e2el_ms": None}, "has no mean_e2el_ms"),
         ({"total_output_tokens": None}, "has no total_output_tokens"),
         ({"duration": 7.0}, "no whole number"),
