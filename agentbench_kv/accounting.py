@@ -20,6 +20,11 @@ def _last_known(before: Any, now: Any) -> Any:
     return before if now is None else now
 
 
+def _last_read(before: Any, now: Any) -> Any:
+    """Keep the session that was read, if the one that followed was refused before it was."""
+    return now or before
+
+
 Merge = Callable[[Any, Any], Any]
 
 
@@ -45,7 +50,7 @@ class KVFigures:
 
     # What a method asks the model beside the session is held on top of it.
     peak_live: int = _figure("most tokens held at once", max)
-    logical: int = _figure("tokens ever seen", _last)
+    logical: int = _figure("tokens ever seen", _last_read)
     events: int | list[KVEvent] = _figure("compressions, evictions and restores", add)  # noqa: RUF009
     evicted: int = _figure("tokens evicted", add)
     restored: int = _figure("tokens brought back", add)
@@ -72,6 +77,9 @@ class KVFigures:
         "prompt tokens that a shared prefix had, so that nobody prefilled them", add
     )
     shared: int = _figure("first tokens whose rows are held once for several sessions", max)
+    auxiliary_bytes_read: int = _figure(
+        "bytes of K and V that requests of a method's own read while decoding", add
+    )
 
 
 @dataclass

@@ -48,7 +48,7 @@ from agentbench_kv.phases.tokens import TokenCodec, load_tokenizer
 from agentbench_kv.results.files import append_lines
 from agentbench_kv.results.lines import parse_lines, read_lines
 from agentbench_kv.results.records import TrialRecord, TurnRecord, encode
-from agentbench_kv.results.store import latest_trials, latest_turns
+from agentbench_kv.results.run_reader import latest_trials, latest_turns
 
 PATIENCE_S = 10.0
 Rng = random.Random

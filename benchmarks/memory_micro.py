@@ -15,8 +15,8 @@ from itertools import product
 from pathlib import Path
 
 from agentbench_kv.results.records import TrialRecord
+from agentbench_kv.results.run_reader import RunReader
 from agentbench_kv.results.stats import Scores, change, level
-from agentbench_kv.results.store import RunReader
 from agentbench_kv.run.runner import run_one
 from agentbench_kv.run.spec import RunSpec, resolve
 

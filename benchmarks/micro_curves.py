@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from agentbench_kv.results.records import TrialRecord
+from agentbench_kv.results.run_reader import RunReader
 from agentbench_kv.results.stats import Change, Interval, Scores, change, holm, level
-from agentbench_kv.results.store import RunReader
 
 SOURCES = ("think", "act", "tool", "others")
 Counts = dict[str, tuple[float, float]]

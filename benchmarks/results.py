@@ -35,7 +35,8 @@ from agentbench_kv.results.records import (
     Usage,
 )
 from agentbench_kv.results.run_info import RunInfo, RunStatus, write_info
-from agentbench_kv.results.store import RunReader, prefix_parts, run_id
+from agentbench_kv.results.run_names import prefix_parts, run_id
+from agentbench_kv.results.run_reader import RunReader
 from agentbench_kv.results.summary import FILE, build, summarize
 
 METHODS = ("full", "agentkv", "snapkv", "h2o", "rkv", "streamingllm", "triattention", "random")

@@ -33,7 +33,7 @@ from agentbench_kv.serving_bench.summary import (
     disturbances,
     summarize_serving,
 )
-from agentbench_kv.serving_bench.tables import SIMULATED, few_notes, pairing_notes
+from agentbench_kv.serving_bench.table_notes import SIMULATED, few_notes, pairing_notes
 
 CELL = "cell.json"
 TRACE = "trace.jsonl"

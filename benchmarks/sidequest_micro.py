@@ -26,8 +26,8 @@ from agentbench_kv.adapters.micro.generate import PROFILES, generate
 from agentbench_kv.adapters.probe.session import ChatSession
 from agentbench_kv.engines.embedded.model import model_path
 from agentbench_kv.phases.tokens import TokenCodec, load_tokenizer
+from agentbench_kv.results.run_reader import RunReader, turns_by_index
 from agentbench_kv.results.stats import Scores, level
-from agentbench_kv.results.store import RunReader, turns_by_index
 from agentbench_kv.run.recordings import gold_source
 from agentbench_kv.run.traces import TraceCounts, trace_rows
 from agentbench_kv.training.sidequest.annotation import ExpiryQuestion, by_rule

@@ -142,6 +142,13 @@ def test_an_audit_finds_the_evidence_where_it_was_stated():
     assert {found.held for found in audited.facts if len(set(found.positions)) == 1} <= {0.0, 1.0}
 
 
+@pytest.mark.parametrize("method", ["clear-tools", "evoke", "memart"])
+def test_only_methods_that_rank_rows_are_followed(method):
+    """What left in spans was in no selection, so everything was still held."""
+    with pytest.raises(UsageError, match="ranks no rows"):
+        audit_session(spec(method, 800), "0")
+
+
 def test_a_sampled_run_cannot_be_audited():
     from dataclasses import replace
 

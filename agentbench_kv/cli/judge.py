@@ -57,7 +57,7 @@ def judge(
     """
     from agentbench_kv.adapters.browser.judge import Judge, judge_run
     from agentbench_kv.adapters.locomo.judging import TASKS, judge_answers
-    from agentbench_kv.results.store import RunReader
+    from agentbench_kv.results.run_reader import RunReader
 
     chosen = Judge.parse(f"{endpoint}|{model}")
     if RunReader(run).info.spec.get("task") in TASKS:

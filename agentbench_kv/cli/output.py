@@ -25,8 +25,8 @@ from agentbench_kv.errors import KVBenchError
 from agentbench_kv.methods.kvpress import HINT
 from agentbench_kv.registry import load_engine, load_method, load_task, names
 from agentbench_kv.results.records import TrialRecord
+from agentbench_kv.results.run_reader import RunReader
 from agentbench_kv.results.show import finer_tables, summary_table
-from agentbench_kv.results.store import RunReader
 from agentbench_kv.results.summary import Summary
 from agentbench_kv.results.terminal import console, new_table
 from agentbench_kv.run.spec import RunSpec

@@ -18,7 +18,7 @@ def like_run(source: Path, asked: dict[str, Any]) -> RunSpec:
     UsageError for another model or tool syntax than its own: its tokens are what they are.
     """
     from agentbench_kv.errors import UsageError
-    from agentbench_kv.results.store import RunReader
+    from agentbench_kv.results.run_reader import RunReader
     from agentbench_kv.run.spec import RunSpec
 
     like = RunSpec.of(RunReader(source).info.spec)

@@ -117,6 +117,7 @@ def serve(
         limits["idle_s"] = asked["session_idle"] or None
         limits["conversations"] = asked["concurrency"] if asked["sessions"] == "auto" else 0
         gateway = open_gateway(started, made, tool_syntax=asked["tool_syntax"], **limits)
+        gateway.ends_run = False
         warn_without_phases(made, gateway)
         click.echo(f"kvbench: {model} with {method} on http://{host}:{port}/v1", err=True)
         run_server(gateway, host, port, settings)

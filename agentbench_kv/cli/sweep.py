@@ -342,7 +342,7 @@ def _show_end(report: SweepReport, out: str, as_json: bool) -> int:
     from agentbench_kv.cli.output import show_outcome
     from agentbench_kv.errors import KVBenchError
     from agentbench_kv.results.objects import local_folder
-    from agentbench_kv.results.store import RunReader
+    from agentbench_kv.results.run_reader import RunReader
     from agentbench_kv.results.summary import build
 
     folder, summaries = local_folder(out), []

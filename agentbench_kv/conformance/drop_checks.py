@@ -223,7 +223,7 @@ class _Answering(Gateway):
         if state.drops is None or not isinstance(state.drops.method, SideQuestPrompted):
             return super()._aside(state, messages, *rest)
         cursors = [*places_of_cursors(messages)][:-2]
-        return Aside(lambda: (f'{{"del_cursors": {cursors}}}', KVStats()))
+        return Aside(lambda: f'{{"del_cursors": {cursors}}}')
 
 
 def _gateway(below: Method, policy: DropMethod | None, recorder: TraceRecorder) -> Gateway:

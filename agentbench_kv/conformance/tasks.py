@@ -20,7 +20,8 @@ from agentbench_kv.conformance import CheckResult, guarded
 from agentbench_kv.errors import PrerequisiteError, UsageError
 from agentbench_kv.registry import load_task
 from agentbench_kv.results.records import TrialRecord
-from agentbench_kv.results.store import RunReader, RunStore
+from agentbench_kv.results.run_reader import RunReader
+from agentbench_kv.results.store import RunStore
 from agentbench_kv.run.runner import run_one
 from agentbench_kv.run.spec import RunSpec, resolve
 from agentbench_kv.run.trial import sample_key

@@ -10,6 +10,7 @@ from agentbench_kv.errors import (
     EndpointError,
     EngineGoneError,
     KVBenchError,
+    MemoryLostError,
     SessionFailedError,
 )
 from agentbench_kv.gateway.session import SessionBusyError, SessionLimitError, UnknownSessionError
@@ -27,6 +28,7 @@ _KNOWN: list[tuple[type[KVBenchError], int, str | None, dict[str, str]]] = [
     (EndpointError, 502, "endpoint_failed", {}),
     (EngineGoneError, 500, "engine_gone", {}),
     (SessionFailedError, 500, "session_failed", {}),
+    (MemoryLostError, 503, "memory_lost", {}),
     (KVBenchError, 400, None, {}),
 ]
 

@@ -22,20 +22,22 @@ class AsideAnswer:
 
 
 class Aside:
-    """A request under way in a thread of its own; `ask` answers it and closes its session.
+    """A request under way in a thread of its own; `close` ends its session and has the account.
 
     `reads` are the tokens it has to read, what the session holds left out.
     """
 
     def __init__(
         self,
-        ask: Callable[[], tuple[str, KVStats]],
+        ask: Callable[[], str],
+        close: Callable[[], KVStats] = KVStats,
         cancel: Callable[[], None] = lambda: None,
         reads: int = 0,
     ) -> None:
         self.cancel = cancel
         self.reads = reads
         self._ask = ask
+        self._close = close
         self._answer: AsideAnswer | None = None
         self._broke: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="kvbench-aside", daemon=True)
@@ -50,12 +52,18 @@ class Aside:
 
     def _run(self) -> None:
         began = time.perf_counter()
-        text, stats, error = "", KVStats(), ""
+        text, stats, errors = "", KVStats(), list[str]()
         try:
-            text, stats = self._ask()
-        except KVBenchError as problem:
-            error = str(problem)
+            try:
+                text = self._ask()
+            except KVBenchError as problem:
+                errors.append(str(problem))
+            finally:
+                try:
+                    stats = self._close()
+                except KVBenchError as problem:
+                    errors.append(str(problem))
         except BaseException as problem:  # noqa: BLE001  raised where the answer is wanted
             self._broke = problem
             return
-        self._answer = AsideAnswer(text, stats, time.perf_counter() - began, error)
+        self._answer = AsideAnswer(text, stats, time.perf_counter() - began, "; ".join(errors))

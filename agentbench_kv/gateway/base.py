@@ -101,6 +101,7 @@ class BaseGateway(ABC, Generic[S]):
         self._stopped = False
 
     memories: Memories | None = None  # under a method that has a memory
+    ends_run = True  # whether a request that no trial could do without, and is refused, ends it
 
     @abstractmethod
     def provenance(self) -> dict[str, Any]:

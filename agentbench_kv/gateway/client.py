@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Self
@@ -14,6 +15,9 @@ from agentbench_kv.gateway.exchange import Options
 from agentbench_kv.gateway.memory import Appended
 from agentbench_kv.gateway.reports import SessionReport, Spent
 from agentbench_kv.gateway.session import UnknownSessionError
+
+# What a method asked by itself, also in sessions beside a trial's own.
+_ASKED = ("auxiliary_calls", "auxiliary_tokens", "auxiliary_s", "auxiliary_bytes_read")
 
 
 class InProcessClient:
@@ -157,14 +161,18 @@ class InProcessClient:
         return None
 
     def _closed(self) -> SessionReport:
-        for side in self._sides:
-            side._closed()
+        beside = [side._closed().stats for side in self._sides]
         if self._final is None:
             try:
                 self._final = self._gateway.close_report(self.session)
             except UnknownSessionError:
                 # Closed over HTTP, or never opened.
                 self._final = self.report
+            stats = self._final.stats
+            asked = {name: getattr(stats, name) for name in _ASKED}
+            for name, each in itertools.product(_ASKED, beside):
+                asked[name] += getattr(each, name)
+            self._final = replace(self._final, stats=replace(stats, **asked))
             if self._gateway.memories is not None:
                 self._gateway.memories.forget(self.session)
         return self._final

@@ -9,13 +9,14 @@ from __future__ import annotations
 import hashlib
 import itertools
 import re
+import time
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from agentbench_kv.engines.base import CUT_OFF, Capability, Engine, KVStats
+from agentbench_kv.engines.base import CUT_OFF, Capability, Engine
 from agentbench_kv.engines.core.grammar import GrammarConstraint
 from agentbench_kv.errors import UsageError
 from agentbench_kv.gateway.aside import Aside
@@ -163,11 +164,14 @@ class Gateway(BaseGateway[Session]):
         said = request.said
         given = () if said is None else self.written(said)
         before = None if plan.reset else before
+        waited = 0.0
         if self._executor is not None and request.prompt is None:
             # Last: what is refused has dropped nothing.
             told = (request.messages, request.tools, options.seed)
+            began = time.perf_counter()
             plan = self._executor.before(state, plan, *told)
-        turn = Turn(state, plan, self.codec, *asked, before, said, given, reads)
+            waited = time.perf_counter() - began
+        turn = Turn(state, plan, self.codec, *asked, before, said, given, reads, waited)
         turns = len(state.turns)
         try:
             yield from turn.deltas()
@@ -218,26 +222,25 @@ class Gateway(BaseGateway[Session]):
         else:
             twin = Session(name, self.engine, self.table)
         twin.drops = None
-        plan = self._planner.chat(twin, messages, tools, shown=shown)
-        if plan.reset and twin.rewinds:
-            plan = self._planner.rewrite(twin, replace(plan, reset=False), shown, tools)
-        syntax, cancellation = self.syntax.without_calls(), Cancellation()
-        reader = reader_for(syntax, twin.next_call_id, thinking=plan.thinking, tools=())
-        asked = (Options(), max_tokens, self._hidden, self._eos, cancellation)
-        turn = Turn(twin, plan, self.codec, reader, *asked)
+        try:
+            plan = self._planner.chat(twin, messages, tools, shown=shown)
+            if plan.reset and twin.rewinds:
+                plan = self._planner.rewrite(twin, replace(plan, reset=False), shown, tools)
+            syntax, cancellation = self.syntax.without_calls(), Cancellation()
+            reader = reader_for(syntax, twin.next_call_id, thinking=plan.thinking, tools=())
+            asked = (Options(), max_tokens, self._hidden, self._eos, cancellation)
+            turn = Turn(twin, plan, self.codec, reader, *asked)
+        except BaseException:
+            twin.close()
+            raise
 
-        def answer() -> tuple[str, KVStats]:
-            text = ""
-            try:
-                for _ in turn.deltas():
-                    pass
-                said = turn.result()
-                text = "" if said.finish_reason in CUT_OFF else said.content.strip()
-            finally:
-                stats = twin.close().stats
-            return text, stats
+        def answer() -> str:
+            for _ in turn.deltas():
+                pass
+            said = turn.result()
+            return "" if said.finish_reason in CUT_OFF else said.content.strip()
 
-        return Aside(answer, cancellation.cancel, len(plan.ids))
+        return Aside(answer, lambda: twin.close().stats, cancellation.cancel, len(plan.ids))
 
     def _check_able(self, options: Options) -> None:
         """Refuse what the engine cannot do while it samples."""

@@ -420,9 +420,10 @@ class ResponseStore:
         unnamed = self._gateway.keeps_conversations or asked.resends or not keeps
 
         def work(cancel: Cancellation) -> Answer:
-            name = session or self._take(asked.previous_response_id, before)
-            name = name or (None if unnamed else response_id)
-            answered = False
+            taken = None if session else self._take(asked.previous_response_id, before)
+            state = self._state(taken)
+            name = session or taken or (None if unnamed else response_id)
+            answered = refused = False
             try:
                 items = self._gateway.stream(name, messages, tools, options, cancel)
                 with closing(items) as stream:  # type: ignore[type-var]
@@ -433,8 +434,13 @@ class ResponseStore:
                             stored = StoredResponse(name, history, _size(new, item))
                             answered = self._keep(response_id, stored) if keeps else False
                         yield item
+            except UsageError:
+                refused = state is not None and self._state(taken) == state
+                raise
             finally:
-                if not answered:
+                if refused:
+                    self._put_back(taken, asked.previous_response_id)
+                elif not answered:
                     self._close(name)
 
         return work
@@ -461,12 +467,35 @@ class ResponseStore:
             self._resting.pop(before.session, None)
             return before.session
 
+    def _state(self, session: str | None) -> tuple[int, int] | None:
+        """Return how many requests and tokens a session has had; None if it is gone."""
+        if session is not None:
+            with suppress(UnknownSessionError):
+                report = self._gateway.report(session)
+                return len(report.turns), report.stats.logical
+        return None
+
+    def _put_back(self, session: str | None, response_id: str | None) -> None:
+        """Let a session rest again where it was, as a request was refused that was to go on in it.
+
+        Whoever asks anew, with what was wrong mended, goes on from its cache.
+        """
+        if session is None or response_id is None:
+            return
+        with self._lock:
+            self._newest[session] = response_id
+        self._rest(session)
+
     def _keep(self, response_id: str, response: StoredResponse) -> bool:
         """Remember a response, and let its session rest until a request goes on from here."""
         self._add(response_id, response)
-        session = response.session
+        self._rest(response.session)
+        return True
+
+    def _rest(self, session: str | None) -> None:
+        """Keep a session that no client named until it is gone on in, or there are too many."""
         if session is None or not session.startswith(PREFIX):
-            return True
+            return
         leaving = []
         with suppress(UnknownSessionError):
             live = self._gateway.stats(session).live
@@ -477,7 +506,6 @@ class ResponseStore:
                     leaving.append(self._resting.popitem(last=False)[0])
         for name in leaving:
             self._close(name)
-        return True
 
     def _close(self, session: str | None) -> None:
         """Close a session that no client named."""

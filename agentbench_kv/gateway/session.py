@@ -285,7 +285,12 @@ class Session(BaseSession):
             live = self.engine.stats(self.id).live if self.opened else 0
             # A fork shares what the session holds, and holds what it has read and generated.
             self.drops.beside(live, tokens)
-        paid = KVStats(auxiliary_calls=1, auxiliary_tokens=tokens, auxiliary_s=answer.seconds)
+        paid = KVStats(
+            auxiliary_calls=1,
+            auxiliary_tokens=tokens,
+            auxiliary_s=answer.seconds,
+            auxiliary_bytes_read=answer.stats.bytes_read,
+        )
         self.carried = paid.followed_by(self.carried)
 
     def abandon_aside(self) -> None:

@@ -41,8 +41,13 @@ class SideQuests:
         """Return what leaves by the answer that is due; nothing without one."""
         if drops.aside is None:
             return frozenset()
-        answer, drops.aside = drops.aside.result(), None
+        aside, drops.aside = drops.aside, None
+        answer = aside.result()
         session.charge(answer)
+        if answer.error:  # the engine's, which had no room or failed: the model has said nothing
+            drops.count("questions")
+            drops.count("unanswered_questions")
+            return frozenset()
         return expired(self._method, drops, messages, answer.text)
 
     def begin(

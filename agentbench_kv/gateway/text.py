@@ -248,7 +248,8 @@ class TextGateway(BaseGateway[TextSession]):
 
     def _end(self, error: KVBenchError) -> KVBenchError:
         """Remember what ends the run; the first reason counts."""
-        self._fatal = self._fatal or error
+        if self.ends_run or not isinstance(error, UsageError):
+            self._fatal = self._fatal or error
         return error
 
 

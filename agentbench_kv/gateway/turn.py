@@ -84,6 +84,7 @@ class Turn:
     given: Sequence[int] = ()  # its tokens
     # Returns the tool syntax that calls in a text are in which the reader took for none.
     unread: Callable[[str], str] = lambda _: ""
+    waited_s: float = 0.0  # before it could begin, for what a method asked the model first
 
     def __post_init__(self) -> None:
         self._stop_ids, stops = _split_stops(self.options.stop, self.codec)
@@ -239,6 +240,8 @@ class Turn:
         session, before, after = self.session, self._before, self.session.stats()
         # A given answer says nothing of how fast one is written.
         first, later = _times(None if self.given else self._generation, len(self._output))
+        if first is not None:
+            first += 1e3 * self.waited_s
         return TurnInfo(
             turn=len(session.turns),
             prompt_tokens=self._base + len(self.plan.ids),

@@ -26,7 +26,8 @@ from agentbench_kv.leaderboard.evidence import (
 )
 from agentbench_kv.leaderboard.identity import folder_of_model
 from agentbench_kv.results.records import LOST, TrialRecord, TrialStatus, TurnRecord
-from agentbench_kv.results.store import TrialKey, transcript_name
+from agentbench_kv.results.run_names import transcript_name
+from agentbench_kv.results.run_reader import TrialKey
 from agentbench_kv.results.validity import UNCOMPRESSED, RunState, assess
 from agentbench_kv.run.trial import MAX_ATTEMPTS
 

@@ -27,7 +27,7 @@ from agentbench_kv.results.files import file_sha
 from agentbench_kv.results.lines import Lines
 from agentbench_kv.results.records import TrialRecord, TrialStatus, TurnRecord
 from agentbench_kv.results.run_info import RunInfo
-from agentbench_kv.results.store import RunReader, TrialKey, latest_turns
+from agentbench_kv.results.run_reader import RunReader, TrialKey, latest_turns
 from agentbench_kv.results.submissions import Manifest, SubmittedRun
 from agentbench_kv.results.summary import FILE as SUMMARY
 from agentbench_kv.run.spec import RunSpec

@@ -32,7 +32,7 @@ from agentbench_kv.methods.kvpress import PREFIX as KVPRESS
 from agentbench_kv.methods.memory.plain import PlainMemory
 from agentbench_kv.registry import load_engine, load_task, names
 from agentbench_kv.results.run_info import RunStatus
-from agentbench_kv.results.store import prefix_parts, run_id
+from agentbench_kv.results.run_names import prefix_parts, run_id
 from agentbench_kv.run.engines import check_pair
 from agentbench_kv.run.spec import RunSpec, resolve
 from agentbench_kv.run.trained import check_trained

@@ -9,7 +9,7 @@ from agentbench_kv.adapters.base import MarkedAnswers, Sample, Task
 from agentbench_kv.leaderboard.evidence import CUT_OFF, Checks, Fault, RunEvidence, differs, place
 from agentbench_kv.leaderboard.replay import alike
 from agentbench_kv.results.records import Metric, TrialRecord, TrialStatus
-from agentbench_kv.results.store import TrialKey
+from agentbench_kv.results.run_reader import TrialKey
 
 # All that a trial of a task whose answers are marked may have beside what they give. No answer
 # tells it, so it is as it was reported.

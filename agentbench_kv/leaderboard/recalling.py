@@ -24,7 +24,7 @@ from agentbench_kv.methods.base import Phase
 from agentbench_kv.methods.memory.memart import MemArt
 from agentbench_kv.phases import TokenPhases
 from agentbench_kv.results.records import Metric, TrialRecord
-from agentbench_kv.results.store import TrialKey
+from agentbench_kv.results.run_reader import TrialKey
 from agentbench_kv.run.engines import start_engine
 from agentbench_kv.run.runner import engine_options
 

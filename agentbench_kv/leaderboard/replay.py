@@ -51,7 +51,7 @@ from agentbench_kv.methods.full import Full
 from agentbench_kv.methods.spans import SpanRange, TurnNotes
 from agentbench_kv.registry import load_engine
 from agentbench_kv.results.records import Metric, TrialRecord, TrialStatus, TurnRecord
-from agentbench_kv.results.store import TrialKey
+from agentbench_kv.results.run_reader import TrialKey
 from agentbench_kv.run.ledger import answers, ledger
 from agentbench_kv.run.trial import (
     Attempt,
@@ -69,7 +69,10 @@ DERIVED = (
     "decode_tokens", "mean_decode_kv", "restored", "recomputed", "budget", "peak_bytes",
 )  # fmt: skip
 # Of a method that drops messages, too.
-_DROPPED = ("rewrites", "peak_alone", "auxiliary_calls", "auxiliary_tokens", "auxiliary_s")
+_DROPPED = (
+    "rewrites", "peak_alone", "auxiliary_calls", "auxiliary_tokens", "auxiliary_s",
+    "auxiliary_bytes_read",
+)  # fmt: skip
 _PROTECTION = ("protected", "refused", "refused_recent", "refused_budget")
 _REPLAYED = frozenset({base.Capability.REWIND, base.Capability.EVICT_SPANS})
 _COUNTED = ("logical", "prefill_tokens", "longest_prefill", "decode_tokens")
@@ -233,7 +236,7 @@ class _ReplayGateway(Gateway):
 
     def _aside(self, state: Session, *rest: Any) -> Aside:
         del state, rest
-        return Aside(lambda: ("", base.KVStats()))
+        return Aside(lambda: "")
 
 
 @dataclass(eq=False)

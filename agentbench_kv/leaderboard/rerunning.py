@@ -24,7 +24,7 @@ from agentbench_kv.leaderboard.replay import DERIVED, differing_metric, timeless
 from agentbench_kv.leaderboard.submitting import write_stored
 from agentbench_kv.results.files import file_sha
 from agentbench_kv.results.records import TrialRecord
-from agentbench_kv.results.store import TrialKey
+from agentbench_kv.results.run_reader import TrialKey
 from agentbench_kv.results.submissions import RERUNS, Rerun, reruns
 from agentbench_kv.run.calibration import recorded
 from agentbench_kv.run.provenance import hardware

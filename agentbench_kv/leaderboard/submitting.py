@@ -16,7 +16,7 @@ from agentbench_kv.leaderboard import evidence
 from agentbench_kv.leaderboard.checking import RunVerdict, SubmissionVerdict, validate
 from agentbench_kv.results import submissions
 from agentbench_kv.results.files import file_sha, write_atomic, writing
-from agentbench_kv.results.store import RunReader, TrialKey
+from agentbench_kv.results.run_reader import RunReader, TrialKey
 from agentbench_kv.results.submissions import Label, Manifest, Replication, Standing
 from agentbench_kv.results.summary import summarize
 

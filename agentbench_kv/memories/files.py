@@ -10,15 +10,16 @@ ANSWER_S = 3600.0  # a small machine may write for long; the trial has a time li
 
 
 def is_models_doing(error: BaseException | None) -> bool:
-    """Whether an error of the OpenAI client, or none, is the model's: no room for a prompt.
+    """Whether an error, or none, is the model's: an answer of no use, or no room for a prompt.
 
-    A server that is gone, busy or at the end of its money has no part in what a memory can do.
+    A server that is gone, busy or at the end of its money has no part in what a memory can do, nor
+    has a disk or a memory that is full.
     """
     from openai import APIStatusError, OpenAIError
 
     if isinstance(error, APIStatusError):
         return error.code == "context_length_exceeded"
-    return not isinstance(error, OpenAIError)
+    return not isinstance(error, OpenAIError | OSError | MemoryError)
 
 
 def versions(_: Any) -> dict[str, str]:

@@ -22,8 +22,9 @@ from agentbench_kv.results.files import children, locate, reaching, write_atomic
 from agentbench_kv.results.lines import Lines
 from agentbench_kv.results.records import REFUSED, TrialRecord, TrialStatus, checked, encode
 from agentbench_kv.results.run_info import RunInfo
+from agentbench_kv.results.run_reader import latest_trials
 from agentbench_kv.results.runs import Problem, Run, load_runs, run_folders
-from agentbench_kv.results.store import RunStore, latest_trials
+from agentbench_kv.results.store import RunStore
 from agentbench_kv.results.summary import derive
 
 SCHEMA = 1

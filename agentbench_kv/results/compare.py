@@ -98,6 +98,7 @@ def compare(
     for pair in pairs:
         notes += [*_unfit("BASE", pair.base.runs), *_unfit("CAND", pair.cand.runs), *_copies(pair)]
         notes += [note for group in (pair.base, pair.cand) if (note := _asked(group))]
+        notes += _idle(pair)
     metric = metric or _judged_by(pairs)
     drift = _checked(pairs, metric == SPEED, allow_drift)
     groups = _grouped(pairs, apart=by_task or metric == SPEED)
@@ -118,6 +119,20 @@ def compare(
         notes=list(dict.fromkeys([*notes, *(note for row in rows for note in row.notes)])),
         noise=_floor(metric, [*base, *cand, *noise]),
     )
+
+
+def _idle(pair: Pair) -> list[str]:
+    """Say that one side evicts in far fewer trials, and is the full cache in the others."""
+    shares = {side: group.fired() for side, group in (("BASE", pair.base), ("CAND", pair.cand))}
+    if not (pair.base.compressed and pair.cand.compressed):
+        return []
+    if 2 * min(shares.values()) >= max(shares.values()):
+        return []
+    said = ", ".join(f"{share:.0%} of {side}'s" for side, share in shares.items())
+    return [
+        f"{pair.cand.name} on {pair.task}: {said} trials had an event; in the others the cache was "
+        "whole"
+    ]
 
 
 def _floor(metric: str, runs: Sequence[Run]) -> str:

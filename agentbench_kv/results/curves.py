@@ -28,6 +28,8 @@ class Point:
     label: str
     tokens: int
     scores: Scores
+    lossless: bool = True  # whether it is full wherever nothing leaves: not with quantised rows
+    evicted: bool = False  # whether most of its sessions had an event, and so were longer
 
 
 @dataclass(frozen=True)
@@ -43,8 +45,8 @@ class Estimate:
 class Keeps:
     """The smallest budget from which on a method keeps a share of full, in tokens.
 
-    None means "more than the largest measured budget", which is only said where the length of
-    full's sessions is not known; a figure that equals `smallest` means "that or less".
+    None means "more than the largest measured budget"; a figure that equals `smallest` means "that
+    or less".
     """
 
     point: float | None
@@ -116,8 +118,9 @@ def curve_summary(
     """Summarize every method's curve relative to full over the samples that all have, if any.
 
     Points of one method at one budget count by their mean. `lengths` are the tokens of each
-    sample's session that keeps everything, where known: at such a budget nothing is evicted, so
-    that the score is full's. `share` of full is what `Curve.keeps` asks for.
+    sample's session that keeps everything, where known: a budget as large as the longest is taken
+    to lose nothing, unless it was measured and most sessions had events all the same. `share` of
+    full is what `Curve.keeps` asks for.
     """
     ids = sorted(set(full.parts).intersection(*(point.scores.parts for point in points)))
     if not points or not ids:
@@ -128,7 +131,10 @@ def curve_summary(
     whole = _column(full, ids)
     resample = _Resample(full, ids, resamples)
     base = resample(whole)
-    drawn = [_drawn(label, own, whole, known, resample) for label, own in columns.items()]
+    drawn = [
+        _Drawn(label, list(own), _heights(own, resample), _ample(label, points, known, base))
+        for label, own in columns.items()
+    ]
     curves = []
     for each in drawn:
         scores = [float(height / len(ids)) for height in each.heights[0]]
@@ -195,18 +201,22 @@ def _columns(label: str, points: Sequence[Point], ids: Sequence[str]) -> dict[in
     return {tokens: np.mean(same[tokens], axis=0) for tokens in sorted(same)}
 
 
-def _drawn(
-    label: str, columns: dict[int, Floats], whole: Floats, lengths: Floats, resample: _Resample
-) -> _Drawn:
-    """Draw a curve, and full's score for the budgets that hold the longest session."""
-    budgets = list(columns)
-    heights = np.stack([resample(column) for column in columns.values()], axis=-1)
+def _heights(columns: dict[int, Floats], resample: _Resample) -> Floats:
+    return np.stack([resample(column) for column in columns.values()], axis=-1)
+
+
+def _ample(
+    label: str, points: Sequence[Point], lengths: Floats, full: Floats
+) -> dict[float, Floats]:
+    """Return full's score for a method's budgets that hold the longest session, or for one more."""
+    own = [point for point in points if point.label == label]
     known = lengths[np.isfinite(lengths)]
-    if not len(known):
-        return _Drawn(label, budgets, heights, {})
+    if not len(known) or not all(point.lossless for point in own):
+        return {}
     longest = float(known.max())
-    ample = [float(budget) for budget in budgets if budget >= longest] or [longest]
-    return _Drawn(label, budgets, heights, dict.fromkeys(ample, resample(whole)))
+    large = [point for point in own if point.tokens >= longest]
+    held = [float(point.tokens) for point in large if not point.evicted]
+    return dict.fromkeys(held if large else [longest], full)
 
 
 def _area(drawn: _Drawn, full: Floats) -> Estimate:

@@ -8,8 +8,8 @@ from typing import Any
 
 from agentbench_kv.errors import UsageError
 from agentbench_kv.results.records import TrialRecord
+from agentbench_kv.results.run_reader import RunReader
 from agentbench_kv.results.runs import Run
-from agentbench_kv.results.store import RunReader
 
 # Parts of a spec that may differ between engines.
 _FREE = {

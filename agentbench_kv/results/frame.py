@@ -23,7 +23,7 @@ from agentbench_kv.results.files import Target, children, locate, reaching
 from agentbench_kv.results.lines import Lines, parse_lines
 from agentbench_kv.results.records import TrialRecord, TrialStatus
 from agentbench_kv.results.run_info import RunInfo, RunStatus
-from agentbench_kv.results.store import latest_trials
+from agentbench_kv.results.run_reader import latest_trials
 from agentbench_kv.results.validity import RunState, assess
 
 METRIC_PREFIX = "metric_"

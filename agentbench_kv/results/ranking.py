@@ -70,9 +70,10 @@ class Board:
         """The compressed entries that have a place at their nominal budget.
 
         Not those that had events in less than half the share of trials of another at that budget:
-        by a long interval most sessions are the full cache's.
+        by a long interval most sessions are the full cache's. Nor those that were told what their
+        sessions still need.
         """
-        compressed = [entry for entry in self.entries if entry.group.compressed]
+        compressed = [e for e in self.entries if e.group.compressed and not e.group.first.foresees]
         most: dict[str, float] = {}
         for entry in compressed:
             budget = str(entry.group.budget)
@@ -81,21 +82,26 @@ class Board:
 
     def fired(self, entry: Entry) -> float:
         """Return the share of an entry's trials of the board's samples that had an event."""
-        pairs = [(run, sample) for run in entry.group.runs for sample in self.samples]
-        trials = sum(len(run.scores.get(sample, ())) for run, sample in pairs)
-        return sum(run.fired[sample] for run, sample in pairs) / trials if trials else 0.0
+        return entry.group.fired(self.samples)
 
     @property
     def unplaced(self) -> list[str]:
-        """A note that names the compressed entries without a place; empty if there are none."""
+        """Notes that name the compressed entries without a place; empty if there are none."""
         placed = {id(entry) for entry in self.placed}
-        said = [
-            f"{entry.group.name} ({self.fired(entry):.0%})"
-            for entry in self.entries
-            if entry.group.compressed and id(entry) not in placed
+        others = [e.group for e in self.entries if e.group.compressed and id(e) not in placed]
+        told = ", ".join(group.name for group in others if group.first.foresees)
+        idle = ", ".join(
+            f"{group.name} ({group.fired(self.samples):.0%})"
+            for group in others
+            if not group.first.foresees
+        )
+        few = (
+            f"no place at its budget, as it had events in few trials where others had some: {idle}"
+        )
+        return [
+            *[few] * bool(idle),
+            *[f"no place, as it is told what a session still needs: {told}"] * bool(told),
         ]
-        what = "no place at its budget, as it had events in few trials where others had some: "
-        return [what + ", ".join(said)] * bool(said)
 
     @property
     def seeds(self) -> list[str]:

@@ -7,7 +7,7 @@ what was derived of them stays. `summary.json` is never read.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from functools import cached_property
 from itertools import chain
@@ -18,10 +18,10 @@ from agentbench_kv.budget import Budget
 from agentbench_kv.errors import UsageError
 from agentbench_kv.results.records import TrialRecord
 from agentbench_kv.results.run_info import RunInfo
+from agentbench_kv.results.run_reader import RunReader, latest_trials
 from agentbench_kv.results.stats import Scores, pass_k, pass_scores
-from agentbench_kv.results.store import RunReader, latest_trials
 from agentbench_kv.results.summary import Summary, derive
-from agentbench_kv.results.validity import RunState, remembers, triggered_samples
+from agentbench_kv.results.validity import RunState, foresees, remembers, triggered_samples
 
 # Index and seed of one of a sample's trials: two runs that share both played the same.
 Trial = tuple[int, int]
@@ -91,7 +91,12 @@ class Run:
         self.scores: dict[str, dict[Trial, float]] = {}
         # Group of each sample that belongs to one (LoCoMo: the conversation).
         self.clusters = {r.sample_id: r.cluster for r in records if r.cluster is not None}
-        self.prompts = {r.key: r.prompt_sha for r in records if r.prompt_sha is not None}
+        # What each trial was asked: its first prompt, and the recorded session it was asked about.
+        self.prompts = {
+            record.key: f"{record.prompt_sha}{record.metrics.get('session_sha', '')}"
+            for record in records
+            if record.prompt_sha is not None
+        }
         # Hash of the system message of each session that `kvbench fidelity` played.
         self.systems = {
             record.sample_id: str(found)
@@ -121,7 +126,10 @@ class Run:
         self.scores.setdefault(sample, {})[trial] = record.headline
         if record.kv.peak_live:
             for name, sizes in self.sizes.items():
-                sizes.setdefault(sample, []).append(getattr(record.kv, name))
+                size = getattr(record.kv, name)
+                if name == "bytes_read":  # what a method asks by itself reads, too
+                    size += record.kv.auxiliary_bytes_read
+                sizes.setdefault(sample, []).append(size)
         found = record.sub_scores
         if isinstance(record.metrics.get("ingest_s"), int | float) and record.attempts == 1:
             self.from_files[record.key] = int(record.metrics.get("ingest_files") or 0)
@@ -207,6 +215,11 @@ class Run:
     def remembers(self) -> bool:
         """Whether its method has a memory of past sessions."""
         return remembers(self.spec, self.info.provenance)
+
+    @property
+    def foresees(self) -> bool:
+        """Whether its method was told what its sessions still need."""
+        return foresees(self.spec, self.info.provenance)
 
     @property
     def in_flight(self) -> float | None:
@@ -309,6 +322,12 @@ class RunGroup:
     def measured(self) -> list[Run]:
         """Its runs as repetitions of a speed: a copy of a run is none."""
         return list({(run.run_id, run.info.created): run for run in self.runs}.values())
+
+    def fired(self, samples: Collection[str] = ()) -> float:
+        """Return the share of its trials, of some samples or of all, that had an event."""
+        pairs = [(run, each) for run in self.runs for each in samples or run.scores]
+        trials = sum(len(run.scores.get(sample, ())) for run, sample in pairs)
+        return sum(run.fired[sample] for run, sample in pairs) / trials if trials else 0.0
 
     @cached_property
     def triggered(self) -> set[str]:

@@ -19,9 +19,10 @@ from agentbench_kv.budget import Budget
 from agentbench_kv.errors import UsageError
 from agentbench_kv.results import terminal
 from agentbench_kv.results.records import TrialRecord, TurnRecord
+from agentbench_kv.results.run_reader import RunReader, turns_by_index
 from agentbench_kv.results.runs import Run, load_run
 from agentbench_kv.results.stats import Interval
-from agentbench_kv.results.store import RunReader, RunStore, suggestion, turns_by_index
+from agentbench_kv.results.store import RunStore, suggestion
 from agentbench_kv.results.summary import Summary, build, ledger_means, median, summarize
 from agentbench_kv.results.tables import formats
 from agentbench_kv.results.tables.ledger import ledger_tables
@@ -169,7 +170,7 @@ def facts_table(summary: Summary) -> Table:
             ("peak live tokens, worst", kv.max_peak_live),
             ("peak live / logical", f"{100 * kv.live_over_logical:.1f}%"),
             ("rows moved / restored / recomputed", " / ".join(map(str, moved))),
-            ("KV read", f"{kv.bytes_read / 1e9:.3f} GB"),
+            ("KV read", f"{(kv.bytes_read + kv.auxiliary_bytes_read) / 1e9:.3f} GB"),
         ]
         if summary.asks:
             asked = kv.auxiliary_calls, kv.auxiliary_tokens, f"{kv.auxiliary_s:.1f}"

@@ -1,15 +1,13 @@
-"""The folder of runs and the directory of each: claim it, append what finishes, read it back.
+"""The folder of runs and the directory of each: find it, claim it, append what finishes.
 
 `run.json` says what a run is and who writes it; `samples.jsonl` and `turns.jsonl` hold a record a
-line, `checkpoints` what trials under way have so far. A reader is given what is whole and told what
-is odd, whoever may be writing at the time.
+line, `checkpoints` what trials under way have so far.
 """
 
 from __future__ import annotations
 
 import contextlib
 import difflib
-import hashlib
 import json
 import os
 import re
@@ -29,7 +27,6 @@ from msgspec import Struct
 
 from agentbench_kv.errors import KVBenchError, PrerequisiteError, UsageError
 from agentbench_kv.results import files
-from agentbench_kv.results.lines import Lines, read_lines
 from agentbench_kv.results.records import TrialRecord, TurnRecord
 from agentbench_kv.results.run_info import (
     HELD,
@@ -45,93 +42,16 @@ from agentbench_kv.results.run_info import (
     write_info,
     writer,
 )
+from agentbench_kv.results.run_names import transcript_name
+from agentbench_kv.results.run_reader import RunReader, TrialKey
 
 CHECKPOINTS = "checkpoints"  # folder
 METHOD_CODE = "method_code"  # in provenance; see `run.provenance`
 BEAT_S = 5.0
-TrialKey = tuple[str, int]
 
 
 class RunLostError(UsageError):
     """Another process took the run over from this one, which writes it no more."""
-
-
-class RunReader:
-    """The files of one run. Nothing here writes, locks, or fails on a damaged line."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    @property
-    def info(self) -> RunInfo:
-        """The current `run.json`; a UsageError if there is none."""
-        info = read_info(self.path)
-        if info is None:
-            raise UsageError(f"{self.path} is not a run directory: it has no run.json")
-        return info
-
-    @property
-    def interrupted(self) -> bool:
-        """Whether the run says `running` but nobody is writing it."""
-        info = self.info
-        return info.status is RunStatus.RUNNING and holder(info, time.time()) is None
-
-    def trial_lines(self) -> Lines[TrialRecord]:
-        """Read `samples.jsonl` as it is: superseded records, unreadable lines and all."""
-        return read_lines(self.path / "samples.jsonl", TrialRecord)
-
-    def turn_lines(self) -> Lines[TurnRecord]:
-        return read_lines(self.path / "turns.jsonl", TurnRecord)
-
-    def trials(self) -> list[TrialRecord]:
-        """Return the record that counts for each (sample, trial): the last one."""
-        return latest_trials(self.trial_lines().records)
-
-    def turns(self) -> list[TurnRecord]:
-        """Return the turns of the last attempt at each trial, in the order they were written."""
-        return latest_turns(self.turn_lines().records)
-
-    def finished_trials(self) -> set[TrialKey]:
-        """Return the (sample id, trial) pairs that need not be run again."""
-        return {record.key for record in self.trials() if record.finished}
-
-    def transcript(self, record: TrialRecord) -> Any:
-        """Load a trial's transcript; None if it has none or the file is gone."""
-        if record.transcript is None:
-            return None
-        path = (self.path / record.transcript).resolve()
-        if not path.is_relative_to(self.path.resolve()) or not path.is_file():
-            return None
-        return json.loads(path.read_bytes())
-
-
-def latest_trials(records: list[TrialRecord]) -> list[TrialRecord]:
-    """Keep the last record of each key, in the order the keys first appeared."""
-    return list({record.key: record for record in records}.values())
-
-
-def latest_turns(records: list[TurnRecord]) -> list[TurnRecord]:
-    """Keep each trial's last attempt: a turn index that does not grow begins a new one."""
-    return [turn for turns in turns_by_trial(records).values() for turn in turns]
-
-
-def turns_by_index(records: Iterable[TurnRecord]) -> list[list[TurnRecord]]:
-    """Return the turns of each turn index, whatever their trial, the first index first."""
-    groups: dict[int, list[TurnRecord]] = {}
-    for record in records:
-        groups.setdefault(record.turn, []).append(record)
-    return [groups[index] for index in sorted(groups)]
-
-
-def turns_by_trial(records: list[TurnRecord]) -> dict[TrialKey, list[TurnRecord]]:
-    """Return the turns of each trial's last attempt, in the order the trials first appeared."""
-    attempts: dict[TrialKey, list[TurnRecord]] = {}
-    for record in records:
-        turns = attempts.setdefault(record.key, [])
-        if turns and record.turn <= turns[-1].turn:
-            turns.clear()
-        turns.append(record)
-    return attempts
 
 
 class RunDir(RunReader):
@@ -413,45 +333,7 @@ def _plain(data: Mapping[str, Any]) -> dict[str, Any]:
     return dict(json.loads(files.json_bytes(dict(data))))  # as it will read back
 
 
-def transcript_name(sample_id: str, trial: int) -> str:
-    """Return the path of a trial's transcript; a hash keeps sample ids apart that look alike."""
-    slug = re.sub(r"[^A-Za-z0-9._-]+", "_", sample_id).strip("._")[:80] or "sample"
-    digest = hashlib.sha256(sample_id.encode("utf-8", "replace")).hexdigest()
-    return f"transcripts/{slug}-{digest[:8]}-t{trial}.json"
-
-
-_UNSAFE = re.compile(r"[^A-Za-z0-9._@+-]+")
 _HASH_START = re.compile(r"[0-9a-f]{4,10}")
-_PART_LENGTH = 40
-_PREFIX_LENGTH = 160
-
-
-def prefix_parts(spec: Mapping[str, Any]) -> list[str]:
-    """Return what a run is called for people: task, method, budget, model name, seed."""
-    budget = spec.get("budget")
-    return [
-        str(spec.get("task", "task")),
-        str(spec.get("method", "method")),
-        "bnone" if budget is None else f"b{budget}".replace("%", "pct"),
-        str(spec.get("model", "model")).rstrip("/").rsplit("/", 1)[-1],
-        f"s{spec.get('seed', 0)}",
-    ]
-
-
-def run_id(parts: Sequence[str], spec: Mapping[str, Any]) -> str:
-    """Name a run: readable parts, then 10 hex digits of the SHA-256 of the spec as canonical JSON.
-
-    The same spec gives the same name in every process and on every machine, whatever the order
-    of its keys; so the same command finds its own directory. `parts` are words for people, see
-    `prefix_parts`. A UsageError if the spec holds something JSON has no exact form for.
-    """
-    try:
-        canonical = json.dumps(spec, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise UsageError(f"the spec cannot be written as JSON: {error}") from error
-    safe = [_UNSAFE.sub("_", part).strip("._-")[:_PART_LENGTH] for part in parts]
-    prefix = "-".join(part for part in safe if part)[:_PREFIX_LENGTH] or "run"
-    return f"{prefix}-{hashlib.sha256(canonical.encode()).hexdigest()[:10]}"
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from agentbench_kv.results.lines import Lines
 from agentbench_kv.results.notes import notes
 from agentbench_kv.results.records import LOST, Metric, TrialRecord, TrialStatus
 from agentbench_kv.results.run_info import RunInfo, RunStatus
+from agentbench_kv.results.run_reader import RunReader, latest_trials
 from agentbench_kv.results.stats import Interval, Scores, level, pass_levels
-from agentbench_kv.results.store import RunReader, latest_trials
 from agentbench_kv.results.validity import Validity, assess, triggered_samples
 
 FILE = "summary.json"
@@ -70,6 +70,7 @@ class KVSummary(BaseModel, frozen=True, extra="forbid"):
     auxiliary_calls: int = 0  # requests that the method made of the model by itself
     auxiliary_tokens: int = 0
     auxiliary_s: float = 0.0
+    auxiliary_bytes_read: int = 0
     median_peak_bytes: float = 0.0  # over all layers and heads; 0 if any record has none
     max_peak_bytes: int = 0
     max_peak_alone: int = 0  # without those requests; 0 under methods that make none

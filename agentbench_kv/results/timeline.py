@@ -14,7 +14,7 @@ from rich.text import Text
 from agentbench_kv.errors import PrerequisiteError
 from agentbench_kv.results.files import writing
 from agentbench_kv.results.records import TurnRecord
-from agentbench_kv.results.store import turns_by_index
+from agentbench_kv.results.run_reader import turns_by_index
 from agentbench_kv.results.terminal import megabytes, new_table, number, plain, visible
 
 _WIDTH = 48

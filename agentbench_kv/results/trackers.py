@@ -21,7 +21,7 @@ from agentbench_kv.errors import PrerequisiteError
 from agentbench_kv.results.baseline import open_sides
 from agentbench_kv.results.files import leaves
 from agentbench_kv.results.frame import load_results
-from agentbench_kv.results.store import RunReader
+from agentbench_kv.results.run_reader import RunReader
 from agentbench_kv.results.summary import build
 from agentbench_kv.results.terminal import console, plain, print_json
 

@@ -13,9 +13,11 @@ from agentbench_kv.errors import UsageError
 from agentbench_kv.results.records import TrialRecord
 
 UNCOMPRESSED = frozenset({"full", "full-constrained"})
-REMEMBERS = "remembers"  # in the provenance of a run whose method has a memory
-# Those that had one before provenance said so.
+# In the provenance of a run whose method has a memory; or is told what a session still needs.
+REMEMBERS, FORESEES = "remembers", "foresees"
+# Those that had, or were, before provenance said so.
 _MEMORIES = frozenset({"memart", "mem0", "graphiti"})
+_TOLD = frozenset({"oracle-tools"})
 DEFAULT_INTERVAL = 128
 _PARAMETER_FIELDS = ("params", "set", "method_params")
 
@@ -78,6 +80,11 @@ def assess(
 def remembers(spec: Mapping[str, Any], provenance: Mapping[str, Any]) -> bool:
     """Whether a run's method has a memory of past sessions."""
     return _method(spec) in _MEMORIES or bool(provenance.get(REMEMBERS))
+
+
+def foresees(spec: Mapping[str, Any], provenance: Mapping[str, Any]) -> bool:
+    """Whether a run's method was told what its sessions still need: a control, and no rival."""
+    return _method(spec) in _TOLD or bool(provenance.get(FORESEES))
 
 
 def budget_bounds(spec: Mapping[str, Any], trials: Sequence[TrialRecord]) -> list[int]:

@@ -30,7 +30,8 @@ from agentbench_kv.phases import PhaseTable, load_tokenizer, system_tokens
 from agentbench_kv.registry import load_method, make_method, split_settings
 from agentbench_kv.results.fidelity import PREFIX
 from agentbench_kv.results.records import KVAccount, Metric, TrialRecord, TrialStatus, Usage
-from agentbench_kv.results.store import RunDir, RunReader, RunStore
+from agentbench_kv.results.run_reader import RunReader
+from agentbench_kv.results.store import RunDir, RunStore
 from agentbench_kv.results.summary import GIVEN_TOKENS, Summary, summarize
 from agentbench_kv.run.calibration import calibration_used, identified
 from agentbench_kv.run.provenance import environment, method_code, refuse_other_model

@@ -52,6 +52,10 @@ def watch(spec: RunSpec, sample: str, observer: Observer) -> Watched:
 
     `sample` is an id, or a number from 0, among those that the resolved spec's limit leaves.
     """
+    if spec.built_method.spans:  # no selection would show what has left
+        raise UsageError(
+            f"method {spec.method!r} ranks no rows, and only what a ranking keeps is followed here"
+        )
     with _task(spec) as task:
         if Capability.FORCE in task.needs:
             raise UsageError(f"{task.name} asks in forks of a session, and only one is watched")

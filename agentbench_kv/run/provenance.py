@@ -19,7 +19,8 @@ from agentbench_kv.errors import UsageError
 from agentbench_kv.methods.base import Method
 from agentbench_kv.methods.kvpress import KVPressMethod
 from agentbench_kv.registry import distribution
-from agentbench_kv.results.store import METHOD_CODE, RunReader
+from agentbench_kv.results.run_reader import RunReader
+from agentbench_kv.results.store import METHOD_CODE
 from agentbench_kv.run.checkout import code_sha, commit_of
 
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "scipy", "kvpress")

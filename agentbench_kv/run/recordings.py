@@ -33,7 +33,7 @@ from agentbench_kv.phases.syntax import ToolSyntax
 from agentbench_kv.phases.tokens import TokenCodec
 from agentbench_kv.registry import load_task
 from agentbench_kv.results.records import LOST, TrialStatus
-from agentbench_kv.results.store import RunReader
+from agentbench_kv.results.run_reader import RunReader
 from agentbench_kv.run.kinds import Kind, Labelled, kinds_of
 from agentbench_kv.run.spec import RunSpec, resolve
 from agentbench_kv.run.trial import TrialSetup, play_session, sample_key

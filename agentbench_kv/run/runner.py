@@ -28,7 +28,7 @@ from agentbench_kv.registry import load_engine, load_task
 from agentbench_kv.results.records import TrialRecord
 from agentbench_kv.results.store import RunDir, RunStore
 from agentbench_kv.results.summary import Summary, summarize
-from agentbench_kv.results.validity import REMEMBERS
+from agentbench_kv.results.validity import FORESEES, REMEMBERS
 from agentbench_kv.run.calibration import calibration_used, identified
 from agentbench_kv.run.engines import EngineShelf, check_pair
 from agentbench_kv.run.foresight import check_foresight
@@ -259,6 +259,7 @@ def _note_provenance(run: RunDir, setup: TrialSetup) -> None:
             "context_limit": info.context_limit,
             **({"engine_details": dict(info.details)} if info.details else {}),
             **({REMEMBERS: True} if setup.spec.built_method.remembers else {}),
+            **({FORESEES: True} if setup.spec.built_method.foresees else {}),
             "determinism": "greedy" if setup.spec.temperature == 0 else "seeded sampling",
             "concurrency": setup.spec.concurrency,
             "task": setup.task.provenance(),

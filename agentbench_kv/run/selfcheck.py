@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from agentbench_kv.results.records import TrialRecord
-from agentbench_kv.results.store import RunReader
+from agentbench_kv.results.run_reader import RunReader
 
 # What a session's accounts must agree in.
 _FIGURES = ("events", "evicted", "peak_live", "prefill_tokens", "decode_tokens")

@@ -20,8 +20,8 @@ from agentbench_kv.engines.embedded.model import (
 from agentbench_kv.errors import UsageError
 from agentbench_kv.phases.tokens import TokenCodec, load_tokenizer
 from agentbench_kv.results.files import file_sha, json_bytes, write_atomic
+from agentbench_kv.results.run_reader import RunReader
 from agentbench_kv.results.runs import run_folders
-from agentbench_kv.results.store import RunReader
 from agentbench_kv.run.recordings import AnswerSource, gold_source, run_source
 from agentbench_kv.run.spec import RunSpec
 from agentbench_kv.run.traces import TraceCounts, trace_rows

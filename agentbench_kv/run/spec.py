@@ -16,7 +16,7 @@ from agentbench_kv.methods.base import Method
 from agentbench_kv.phases.syntax import choose_syntax
 from agentbench_kv.registry import load_engine, load_task, make_method, names
 from agentbench_kv.results.records import checked
-from agentbench_kv.results.store import prefix_parts, run_id
+from agentbench_kv.results.run_names import prefix_parts, run_id
 
 ENGINE, MODEL, TASK = "embedded", "micro", "micro/recall-5k"  # where none is named
 _LONGEST_S = 366 * 86400  # beyond some such number, waiting for a lock overflows

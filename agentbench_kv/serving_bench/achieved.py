@@ -11,7 +11,8 @@ from typing import Any
 
 from agentbench_kv.errors import UsageError
 from agentbench_kv.results.records import TrialRecord
-from agentbench_kv.results.store import RunReader, RunStore
+from agentbench_kv.results.run_reader import RunReader
+from agentbench_kv.results.store import RunStore
 from agentbench_kv.serving_bench.measurements import (
     LoadMeasurement,
     ServingFolder,

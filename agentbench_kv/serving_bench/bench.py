@@ -21,7 +21,7 @@ from agentbench_kv.engines.serving.engine import ServingEngine
 from agentbench_kv.errors import KVBenchError, UsageError
 from agentbench_kv.registry import load_engine, make_method
 from agentbench_kv.results.files import held
-from agentbench_kv.results.store import run_id
+from agentbench_kv.results.run_names import run_id
 from agentbench_kv.run.exact_calls import exact_calls
 from agentbench_kv.run.provenance import environment
 from agentbench_kv.run.recordings import Recording, record_file

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from agentbench_kv.errors import UsageError
-from agentbench_kv.results.store import RunReader
+from agentbench_kv.results.run_reader import RunReader
 from agentbench_kv.run.recordings import RecordedRun, Recording, record_file
 from agentbench_kv.run.spec import RunSpec
 from agentbench_kv.serving_bench import jobs

@@ -132,8 +132,10 @@ def _matches(excluded: RunOptions, point: Mapping[str, Any]) -> bool:
             if not all(held.get(key) in values for key, values in wanted.items()):
                 return False
         else:
-            value = getattr(spec, _FIELDS.get(name, name.replace("-", "_")))
-            known = [Budget.parse(each) for each in wanted] if name == "budget" else wanted
-            if value not in known:
+            field = _FIELDS.get(name, name.replace("-", "_"))
+            known = [getattr(_spec({name: each}), field) for each in wanted]
+            if name == "budget":
+                known = [Budget.parse(each) for each in wanted]
+            if getattr(spec, field) not in known:
                 return False
     return True

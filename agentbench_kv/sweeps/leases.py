@@ -24,7 +24,8 @@ from agentbench_kv.errors import KVBenchError
 from agentbench_kv.results import files
 from agentbench_kv.results.objects import Objects
 from agentbench_kv.results.run_info import RunHeldError, RunStatus, read_info, write_info
-from agentbench_kv.results.store import RunLostError, RunReader
+from agentbench_kv.results.run_reader import RunReader
+from agentbench_kv.results.store import RunLostError
 from agentbench_kv.results.summary import Summary, summarize
 from agentbench_kv.run.engines import EngineShelf
 from agentbench_kv.run.runner import Progress, run_one

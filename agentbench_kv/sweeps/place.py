@@ -14,7 +14,7 @@ from pathlib import Path
 from agentbench_kv.errors import PrerequisiteError, UsageError
 from agentbench_kv.results import files
 from agentbench_kv.results.run_info import RunInfo, RunStatus, holder, read_info
-from agentbench_kv.results.store import RunReader
+from agentbench_kv.results.run_reader import RunReader
 from agentbench_kv.results.summary import Summary
 from agentbench_kv.run.engines import EngineShelf
 from agentbench_kv.run.runner import Progress, run_one

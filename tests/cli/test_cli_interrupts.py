@@ -18,7 +18,7 @@ import pytest
 from agentbench_kv.cli.interrupts import interruptible
 from agentbench_kv.errors import EngineGoneError
 from agentbench_kv.results.records import TrialStatus
-from agentbench_kv.results.store import RunReader
+from agentbench_kv.results.run_reader import RunReader
 
 LONG = 300
 RUN = [

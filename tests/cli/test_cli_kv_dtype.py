@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from agentbench_kv.results.store import prefix_parts, run_id
+from agentbench_kv.results.run_names import prefix_parts, run_id
 from agentbench_kv.run.spec import RunSpec, resolve
 from agentbench_kv.serving_bench.bench import folder_of
 from agentbench_kv.serving_bench.measurements import ServingArm, ServingPlan

@@ -17,7 +17,8 @@ from rich.console import Console
 
 from agentbench_kv.results.index import FILE, read_index, runs_lines
 from agentbench_kv.results.records import TrialRecord
-from agentbench_kv.results.store import RunStore, prefix_parts, run_id
+from agentbench_kv.results.run_names import prefix_parts, run_id
+from agentbench_kv.results.store import RunStore
 
 
 @pytest.fixture

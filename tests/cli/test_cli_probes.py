@@ -14,7 +14,8 @@ from agentbench_kv.engines.base import Capability
 from agentbench_kv.engines.embedded.engine import EmbeddedEngine
 from agentbench_kv.environments import python_of
 from agentbench_kv.errors import PrerequisiteError
-from agentbench_kv.results.store import RunReader, RunStore
+from agentbench_kv.results.run_reader import RunReader
+from agentbench_kv.results.store import RunStore
 
 Kvbench = Callable[..., Any]
 TOOL = {
@@ -95,6 +96,7 @@ def test_a_run_says_what_was_asked_and_how(kvbench: Kvbench, file: Path, tmp_pat
         assert metrics["contains_asked"] == metrics["exact_asked"] == 8
         assert sum(int(str(metrics[f"{p}_asked"])) for p in ("tool", "act", "others", "think")) == 8
         assert trial.session_resets == 0
+        assert len(str(metrics["session_sha"])) == 16
         assert trial.sample_id.startswith("s")
     for each in documents(run):
         assert 0 < each["place"]["distance"] < trial.kv.logical

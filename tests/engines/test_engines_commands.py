@@ -68,6 +68,13 @@ def test_nobody_waits_for_an_owner_that_is_gone() -> None:
         queue.call(lambda: 1)
 
 
-def test_a_caller_need_not_wait_for_ever() -> None:
+def test_a_caller_need_not_wait_for_ever_and_what_it_gave_up_is_not_done() -> None:
+    queue, done = CommandQueue(lambda: None), list[int]()
     with pytest.raises(TimeoutError):
-        CommandQueue(lambda: None).call(lambda: 1, timeout=0.01)
+        queue.call(lambda: done.append(1), timeout=0.01)
+    queue.run()
+    assert (done, len(queue)) == ([], 0)
+    with pytest.raises(TimeoutError):
+        queue.call(lambda: done.append(1), timeout=0.01)
+    queue.close(KVBenchError("shut down"))
+    assert done == []

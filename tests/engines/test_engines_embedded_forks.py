@@ -16,7 +16,7 @@ from agentbench_kv.conformance.families import build_family
 from agentbench_kv.engines.base import Capability, FinishReason, KVStats, Sampling
 from agentbench_kv.engines.embedded.forced import ForcedPlay
 from agentbench_kv.engines.embedded.model import wrap_model
-from agentbench_kv.errors import ContextLimitError, KVBenchError, UsageError
+from agentbench_kv.errors import CapacityError, ContextLimitError, KVBenchError, UsageError
 from agentbench_kv.methods.base import Phase
 from agentbench_kv.registry import make_method
 
@@ -177,6 +177,24 @@ def test_both_sides_of_a_fork_are_as_if_never_forked(
     whole = before.followed_by(engine.close("fork"))
     assert figures(whole) == figures(engine.close("aside"))
     assert figures(engine.close("main")) == figures(engine.close("own"))
+    engine.shutdown()
+
+
+def test_a_fork_that_never_fits_beside_its_source_waits_for_nobody(
+    tiny_model: Any, make_engine: Any
+) -> None:
+    """Its source's caller waits for what it says, so the source will free nothing."""
+    engine = make_engine(tiny_model("qwen3"), "full", None, {}, max_live_tokens=200)
+    rng = random.Random(1)
+    engine.open("main", ByNumber())
+    decode(engine, "main", ids(rng, 100), 10)
+    engine.fork("main", "fork", ByNumber())
+    engine.fork("fork", "another", ByNumber())
+    engine.close("fork")
+    with pytest.raises(CapacityError, match="holds 200 tokens, session another needs"):
+        decode(engine, "another", ids(rng, 20), 50)
+    engine.close("another")
+    assert len(decode(engine, "main", ids(rng, 5), 10)) == 10
     engine.shutdown()
 
 

@@ -18,7 +18,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentbench_kv.accounting import KVStats
 from agentbench_kv.engines.base import EngineOptions, PhaseLabeller
 from agentbench_kv.engines.core.ledger import SessionLedger
 from agentbench_kv.engines.embedded import engine as engine_module
@@ -116,12 +115,12 @@ class Answering(Gateway):
         inner = super()._aside(state, messages, *rest)
         cursors = [c for c in places_of_cursors(messages) if self.draw.random() < 0.3]
 
-        def ask() -> tuple[str, KVStats]:
+        def ask() -> str:
             answer = inner.result()
             assert not answer.error, answer.error
-            return json.dumps({"del_cursors": cursors}), answer.stats
+            return json.dumps({"del_cursors": cursors})
 
-        return Aside(ask, inner.cancel, inner.reads)
+        return Aside(ask, lambda: inner.result().stats, inner.cancel, inner.reads)
 
 
 class Walk:

@@ -223,6 +223,7 @@ def test_a_summary_stands_for_what_it_is_about_and_is_paid_for() -> None:
         assert 0 < stats.rewrites == stats.auxiliary_calls - unmade
         assert stats.auxiliary_tokens > 8 * stats.auxiliary_calls
         assert stats.auxiliary_s > 0
+        assert stats.auxiliary_bytes_read > 0
         # They are apart from the session's own.
         assert stats.decode_tokens < 40 * len(report.turns)
         # A fork reads the question and writes the summary on top of what the session holds.

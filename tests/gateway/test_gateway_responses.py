@@ -168,6 +168,30 @@ def test_two_at_once_do_not_meet_in_one_session(slow: Any) -> None:
     assert first in used
 
 
+def test_a_refused_request_leaves_the_conversation_where_it_was(tokenizer_path: Path) -> None:
+    """What was wrong is mended and sent again: thoughts and cache are still there."""
+    with served(tokenizer_path, "one", "two") as (gateway, _, client):
+        first = client.responses.create(model="gold", input="a")
+        with pytest.raises(openai.BadRequestError, match="logprobs"):
+            client.responses.create(
+                model="gold",
+                input="b",
+                previous_response_id=first.id,
+                include=["message.output_text.logprobs"],
+            )
+        assert gateway.sessions() == [first.id]
+        second = client.responses.create(model="gold", input="b", previous_response_id=first.id)
+        assert second.usage.kvbench["session"] == first.id
+        assert second.usage.input_tokens_details.cached_tokens > 0
+        # One that fails in the middle of an answer has been read: another session takes over.
+        schema = {"type": "json_schema", "name": "n", "schema": {"type": "object"}}
+        with pytest.raises(openai.BadRequestError, match="breaks what the request demands"):
+            client.responses.create(
+                model="gold", input="c", previous_response_id=second.id, text={"format": schema}
+            )
+        assert gateway.sessions() == []
+
+
 def test_a_session_that_is_gone_is_computed_again(tokenizer_path: Path) -> None:
     with served(tokenizer_path, "one", "two") as (gateway, engine, client):
         first = client.responses.create(model="gold", input="a")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +15,11 @@ from hypothesis import strategies as st
 from agentbench_kv.accounting import KVStats
 from agentbench_kv.engines.base import EngineOptions
 from agentbench_kv.engines.embedded.engine import EmbeddedEngine
-from agentbench_kv.errors import KVBenchError
+from agentbench_kv.errors import KVBenchError, UsageError
 from agentbench_kv.gateway import Gateway, Options
+from agentbench_kv.gateway import gateway as gateway_module
 from agentbench_kv.gateway.aside import Aside
+from agentbench_kv.gateway.client import InProcessClient
 from agentbench_kv.gateway.cursors import named_cursors, places_of_cursors, with_cursors
 from agentbench_kv.gateway.session import Session
 from agentbench_kv.gateway.sidequest import expired
@@ -45,12 +48,12 @@ class Told(Gateway):
             return super()._aside(state, *rest)
         answer = self.answers[min(self.asked, len(self.answers)) - 1]
 
-        def say() -> tuple[str, KVStats]:
+        def say() -> str:
             if isinstance(answer, Exception):
                 raise answer
-            return answer, KVStats(prefill_tokens=7, decode_tokens=3)
+            return answer
 
-        return Aside(say)
+        return Aside(say, lambda: KVStats(prefill_tokens=7, decode_tokens=3), reads=10)
 
 
 def opened(**settings: str) -> Told:
@@ -190,7 +193,6 @@ def test_named_results_leave_with_calls_that_asked_for_nothing_else(told: Told) 
         ('{"del_cursors": [7, -1, 99999999999999999999]}', 0, 3),
         ('{"del_cursors": [0, 99]}', 0, 1),
         ('{"del_cursors": []}', 0, 0),
-        (KVBenchError("no room"), 1, 0),
     ],
 )
 def test_what_cannot_be_carried_out_drops_nothing_and_is_counted(
@@ -206,6 +208,69 @@ def test_what_cannot_be_carried_out_drops_nothing_and_is_counted(
     expected = {"questions": 1, "unreadable_answers": unreadable, "unknown_cursors": unknown}
     assert drops.figures == expected
     assert said.usage["kvbench"]["spans"] == expected
+
+
+def test_an_engine_that_has_no_room_is_no_answer_of_the_model(told: Told) -> None:
+    told.answers = [KVBenchError("no room"), '{"del_cursors": []}']
+    said = told.chat(NAME, played(told, (0,), (1,)), TOOLS, Options(max_tokens=4))
+    assert said.usage["kvbench"]["spans"] == {"questions": 1, "unanswered_questions": 1}
+    # What it had read until then is paid for.
+    assert (said.report.stats.auxiliary_calls, said.report.stats.auxiliary_tokens) == (1, 10)
+
+
+def test_an_account_that_is_lost_ends_no_session() -> None:
+    def lost() -> KVStats:
+        raise KVBenchError("the backend is gone")
+
+    answer = Aside(lambda: "said", lost).result()
+    assert (answer.text, answer.stats, answer.error) == ("said", KVStats(), "the backend is gone")
+
+
+def test_a_question_that_cannot_be_rendered_leaves_no_fork(
+    told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A template may refuse two messages of the user's in a row, at every question."""
+    planner = told._planner
+    genuine = planner.chat
+
+    def refusing(session: Session, *rest: Any, **more: Any) -> Any:
+        if " aside " in session.id:
+            raise UsageError("roles must alternate")
+        return genuine(session, *rest, **more)
+
+    monkeypatch.setattr(planner, "chat", refusing)
+    messages = played(told, (0,))
+    for _ in range(2):
+        with pytest.raises(UsageError, match="roles must alternate"):
+            told.chat(NAME, messages, TOOLS, Options(max_tokens=4))
+        assert [*told.engine._scheduler._sessions] == [NAME]
+
+
+def test_a_turn_that_waits_for_an_answer_has_a_later_first_token(
+    told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the user waits for is in the time to the first token, whatever the engine did then."""
+    told.answers = ['{"del_cursors": []}']
+    messages = played(told, (0,), (1,))
+    clock = iter([100.0, 105.0])
+    monkeypatch.setattr(gateway_module, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    said = told.chat(NAME, messages, TOOLS, Options(max_tokens=4))
+    first = said.report.turns[-1].ttft_ms
+    assert first is not None
+    assert first > 5000
+
+
+def test_what_is_asked_in_forks_of_a_trial_is_the_trials(told: Told) -> None:
+    """Probes ask each question in a fork, in which a method may ask by itself, too."""
+    told.answers = ['{"del_cursors": []}']
+    client = InProcessClient(told, NAME, max_tokens=4)
+    messages = played(told, (0,), (1,))
+    for text in ("What was #0?", "And #1?"):
+        with client.fork() as side:
+            side.chat([*messages, {"role": "user", "content": text}], TOOLS)
+    stats = client.close().stats
+    assert told.asked > 1
+    assert (stats.auxiliary_calls, stats.auxiliary_tokens) == (told.asked, 10 * told.asked)
 
 
 def test_a_cursor_named_twice_leaves_once(told: Told) -> None:

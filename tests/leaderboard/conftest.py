@@ -14,7 +14,8 @@ import pytest
 
 from agentbench_kv.leaderboard import pack
 from agentbench_kv.leaderboard.evidence import MANIFEST, hashes
-from agentbench_kv.results.store import RunReader, prefix_parts, run_id
+from agentbench_kv.results.run_names import prefix_parts, run_id
+from agentbench_kv.results.run_reader import RunReader
 from agentbench_kv.results.summary import summarize
 from agentbench_kv.run.runner import run_one
 from agentbench_kv.run.spec import RunSpec, resolve

@@ -41,7 +41,7 @@ class Answering:
         if "Memory management mode" not in asked[-1]["content"]:
             return self._genuine(gateway, state, asked, *rest)
         paid = KVStats(prefill_tokens=7, decode_tokens=3)
-        return Aside(lambda: ('{"del_cursors": [0]}', paid))
+        return Aside(lambda: '{"del_cursors": [0]}', lambda: paid)
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from agentbench_kv.leaderboard import validate
-from agentbench_kv.results.store import transcript_name
+from agentbench_kv.results.run_names import transcript_name
 from agentbench_kv.results.submissions import Label
 from agentbench_kv.run.runner import run_one
 from agentbench_kv.run.spec import RunSpec, resolve

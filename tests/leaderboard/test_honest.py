@@ -19,7 +19,7 @@ from agentbench_kv.errors import PrerequisiteError, UsageError
 from agentbench_kv.leaderboard import pack, validate
 from agentbench_kv.leaderboard.evidence import MANIFEST
 from agentbench_kv.results.records import TrialStatus
-from agentbench_kv.results.store import RunReader
+from agentbench_kv.results.run_reader import RunReader
 from agentbench_kv.results.submissions import Label
 from agentbench_kv.run.runner import run_one
 from agentbench_kv.run.spec import RunSpec, resolve

@@ -23,8 +23,8 @@ from agentbench_kv.leaderboard import add, pack, rerun, validate
 from agentbench_kv.leaderboard.evidence import MANIFEST, RunEvidence, read_run
 from agentbench_kv.leaderboard.identity import check_spec, unfit
 from agentbench_kv.leaderboard.replay import RecordedEngine
+from agentbench_kv.results.run_reader import RunReader
 from agentbench_kv.results.runs import load_runs
-from agentbench_kv.results.store import RunReader
 from agentbench_kv.results.submissions import Label, labels, replications, submissions
 from agentbench_kv.run.runner import run_one
 from agentbench_kv.run.spec import RunSpec, resolve

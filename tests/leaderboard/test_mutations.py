@@ -23,7 +23,7 @@ from agentbench_kv import registry
 from agentbench_kv.errors import KVBenchError
 from agentbench_kv.leaderboard import checking, validate
 from agentbench_kv.leaderboard.evidence import MANIFEST, hashes, strict_json
-from agentbench_kv.results.store import prefix_parts, run_id
+from agentbench_kv.results.run_names import prefix_parts, run_id
 
 LONG = os.environ.get("KVBENCH_LONG_TESTS") == "1"
 RECORDS = 100_000 if LONG else 10_000

@@ -24,7 +24,7 @@ from agentbench_kv.conformance.driver import (
 )
 from agentbench_kv.conformance.kept_sets import check_replay, reference_inputs
 from agentbench_kv.conformance.reference import tiny_model
-from agentbench_kv.engines.core import rings
+from agentbench_kv.engines.core import attention_sums, rings
 from agentbench_kv.engines.embedded import attention, scheduler
 from agentbench_kv.methods.base import Method, QueryKind, QueryPlan
 from agentbench_kv.registry import load_method, make_method, names
@@ -261,9 +261,9 @@ def test_prefill_in_chunks_of_any_size_is_one_prefill(model, monkeypatch, spec, 
 
 def test_blocks_of_the_prefill_sums_do_not_matter(model, monkeypatch):
     method = build("h2o", recent_share="0")
-    monkeypatch.setattr(rings, "MASS_BLOCK", 1)
+    monkeypatch.setattr(attention_sums, "MASS_BLOCK", 1)
     single = traced(model, method).events[0].scores
-    monkeypatch.setattr(rings, "MASS_BLOCK", 10**6)
+    monkeypatch.setattr(attention_sums, "MASS_BLOCK", 10**6)
     torch.testing.assert_close(single, traced(model, method).events[0].scores)
 
 

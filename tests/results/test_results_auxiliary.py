@@ -10,10 +10,11 @@ import pytest
 from rich.console import Console
 
 from agentbench_kv.results.compare import compare
+from agentbench_kv.results.run_reader import RunReader
 from agentbench_kv.results.runs import load_runs
 from agentbench_kv.results.show import facts_table, summary_table
 from agentbench_kv.results.site import build_site
-from agentbench_kv.results.store import RunReader, RunStore
+from agentbench_kv.results.store import RunStore
 from agentbench_kv.results.summary import build, summarize
 from agentbench_kv.results.tables.model import Kind
 from agentbench_kv.results.tables.report import report_tables

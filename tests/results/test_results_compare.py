@@ -431,6 +431,17 @@ def test_every_class_of_drift_is_in_the_manual():
     assert [name for name in names if f"`{name.removeprefix('packages.')}`" not in text] == []
 
 
+def test_a_side_that_hardly_evicts_is_told(write_run):
+    """By a long interval a candidate was the full cache, and `ok`."""
+    base = load(write_run("a", [1] * 20, method="rkv", budget=256, peak=400))
+    path = write_run("b", [1] * 20, method="rkv", budget=256, peak=400, folder="o")
+    assert compare(base, load(path)).notes == []
+    lines = (path / "samples.jsonl").read_text().replace('"events":1', '"events":0', 18)
+    (path / "samples.jsonl").write_text(lines)
+    (said,) = compare(base, load(path)).notes
+    assert "100% of BASE's, 10% of CAND's trials had an event" in said
+
+
 def test_prompts_and_mixed_runs_are_drift_and_commits_are_not(write_run):
     base = load(write_run("a", [1] * 3))
     commit = load(write_run("b", [1] * 3, folder="o", provenance={"git_commit": "def"}))
@@ -440,6 +451,11 @@ def test_prompts_and_mixed_runs_are_drift_and_commits_are_not(write_run):
     (other / "samples.jsonl").write_text(lines)
     with pytest.raises(UsageError, match="prompts differ from the other side's in 1 of 3 trials"):
         compare(base, load(other))
+    asked = [
+        load(write_run("f", [1] * 3, folder=sha, metrics={"session_sha": sha})) for sha in "pq"
+    ]
+    with pytest.raises(UsageError, match="prompts differ from the other side's in 3 of 3 trials"):
+        compare(*asked)
     mixed = write_run("e", [1] * 3, folder="o")
     for changed, said in (
         ({"tool_parser": ["old", "hermes"]}, "tool_parser within run e old -> hermes"),

@@ -12,7 +12,8 @@ import pytest
 
 from agentbench_kv.errors import UsageError
 from agentbench_kv.results.run_info import RunStatus
-from agentbench_kv.results.store import RunReader, RunStore
+from agentbench_kv.results.run_reader import RunReader
+from agentbench_kv.results.store import RunStore
 
 WRITER = """
 import sys

@@ -166,6 +166,26 @@ def test_a_budget_that_holds_every_session_keeps_everything():
     assert 512 < curve.keeps.point <= curve.keeps.high <= 1024
 
 
+def test_a_method_whose_own_sessions_are_longer_keeps_what_was_measured():
+    """An agent that wanders where `full` does not has events also at budgets that hold full's."""
+    full, low = scores([1] * 20), scores([1] * 10 + [0] * 10)
+    points = [Point("m", budget, low, evicted=True) for budget in (512, 1024)]
+    lengths = dict.fromkeys(full.parts, 900)
+    (curve,) = curve_summary(full, points, lengths, resamples=200).curves
+    assert str(curve.keeps) == "> 1024"
+
+
+def test_quantised_rows_are_full_at_no_budget():
+    full, low = scores([1] * 20), scores([1] * 10 + [0] * 10)
+    lengths = dict.fromkeys(full.parts, 900)
+    found = [
+        str(curve_summary(full, [point], lengths, resamples=200).curves[0].keeps)
+        for point in (Point("m", 512, low), Point("m", 512, low, lossless=False))
+    ]
+    assert not found[0].startswith(">")
+    assert found[1] == "> 512"
+
+
 def test_only_shared_samples_count():
     full = scores([1, 1, 1, 0])
     found = curve_summary(full, [Point("m", 512, scores([1, 0, 1]))], {}, resamples=50)

@@ -17,8 +17,9 @@ from agentbench_kv import load_results
 from agentbench_kv.errors import PrerequisiteError, UsageError
 from agentbench_kv.results.frame import COLUMNS, METRIC_PREFIX, OF_TRIAL, problems
 from agentbench_kv.results.records import TrialRecord, encode
+from agentbench_kv.results.run_reader import RunReader
 from agentbench_kv.results.runs import load_runs
-from agentbench_kv.results.store import RunReader, RunStore
+from agentbench_kv.results.store import RunStore
 
 KV = {"peak_live": 400, "longest_prefill": 90, "logical": 1000, "events": 2, "budget": 256}
 GOOD = {

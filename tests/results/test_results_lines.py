@@ -28,8 +28,8 @@ from agentbench_kv.results.records import (
     Usage,
     encode,
 )
+from agentbench_kv.results.run_reader import RunReader
 from agentbench_kv.results.site.runpage import read_turns
-from agentbench_kv.results.store import RunReader
 
 # Written, read and judged by the pydantic records that came before.
 OLD = Path(__file__).parent / "data" / "old"
@@ -40,6 +40,7 @@ SINCE = {
     "window_bytes_read": 0, "protected": 0, "refused": 0, "refused_recent": 0,
     "refused_budget": None, "rewrites": 0, "auxiliary_calls": 0, "auxiliary_tokens": 0,
     "auxiliary_s": 0.0, "peak_bytes": 0, "peak_alone": 0, "cached_tokens": 0, "shared": 0,
+    "auxiliary_bytes_read": 0,
 }  # fmt: skip
 KINDS = {"TrialRecord": TrialRecord, "TurnRecord": TurnRecord}
 

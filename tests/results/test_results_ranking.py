@@ -17,6 +17,7 @@ from agentbench_kv.results.runs import Run, grouped, load_runs
 from agentbench_kv.results.site.boards import views
 from agentbench_kv.results.store import RunStore
 from agentbench_kv.results.tables.accuracy import accuracy_tables
+from agentbench_kv.results.tables.report import curve_tables
 
 Make = Callable[..., Path]
 NAMES = [f"s{i}" for i in range(60)]
@@ -391,6 +392,25 @@ def test_who_hardly_ever_evicts_has_no_place(make: Make) -> None:
     (view,) = views(loaded(folder))
     assert {row.name for row in view.matrix} == {"rkv", "h2o"}  # shown all the same
     assert any("h2o at 256 (2%)" in str(sentence) for _, sentence in view.answers)
+
+
+def test_who_is_told_what_will_be_needed_has_no_place(make: Make) -> None:
+    """By the task's own gold a control loses nothing, and honest methods lost their star to it."""
+    make("full", NAMES[:58], method="full", budget=None)
+    make("a", NAMES[:30], method="rkv")
+    make("oracle", NAMES[:58], method="oracle-tools")
+    folder = make("plug-in", NAMES[:58], method="mine", provenance={"foresees": True})
+    (board,) = boards(loaded(folder))
+    assert [entry.group.method for entry in board.placed] == ["rkv"]
+    (said,) = board.unplaced
+    assert said == (
+        "no place, as it is told what a session still needs: mine at 256, oracle-tools at 256"
+    )
+    (view,) = views(loaded(folder))
+    assert {r.entry.group.method for c in (*view.budgets, *view.tiers) for r in c.ranks} == {"rkv"}
+    (table,) = curve_tables(loaded(folder))
+    assert {row.cells[0].text or row.cells[0].value for row in table.rows} == {"rkv"}
+    assert said in table.notes
 
 
 def test_a_method_at_many_budgets_is_not_many_methods(make: Make) -> None:

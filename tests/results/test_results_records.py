@@ -138,6 +138,8 @@ def test_what_an_engine_counts_reaches_the_record():
         peak_live=150, logical=200, live=80, evicted=20, decode_tokens=72, decode_kv_sum=720,
         longest_prefill=90, rows_moved=9, budget=100, events=events[1:], restarts=[(0, 5)],
     )  # fmt: skip
+    refused = first.followed_by(KVStats())  # a prompt for which there was no room
+    assert (refused.logical, refused.peak_live) == (300, 200)
     both = first.followed_by(now)
     assert (both.live, both.restarts, both.events) == (80, [(1, 4), (1, 5)], events)
     assert both.as_dict() == {"live": 80, **both.recorded()}

@@ -17,7 +17,9 @@ from agentbench_kv.results import files, run_info
 from agentbench_kv.results import store as run_store
 from agentbench_kv.results.records import TrialRecord, TurnRecord
 from agentbench_kv.results.run_info import STALE_S, RunInfo, RunStatus, read_info, write_info
-from agentbench_kv.results.store import RunReader, RunStore, prefix_parts, run_id, suggestion
+from agentbench_kv.results.run_names import prefix_parts, run_id
+from agentbench_kv.results.run_reader import RunReader
+from agentbench_kv.results.store import RunStore, suggestion
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=5),

@@ -7,8 +7,9 @@ from agentbench_kv.errors import PrerequisiteError, UsageError
 from agentbench_kv.results import files
 from agentbench_kv.results.records import TrialStatus
 from agentbench_kv.results.run_info import read_info, write_info
+from agentbench_kv.results.run_reader import RunReader
 from agentbench_kv.results.stats import Scores, level
-from agentbench_kv.results.store import RunReader, RunStore
+from agentbench_kv.results.store import RunStore
 from agentbench_kv.results.summary import Summary, build, summarize
 
 

@@ -16,9 +16,10 @@ from click.testing import CliRunner
 from agentbench_kv.cli.report import report
 from agentbench_kv.errors import UsageError
 from agentbench_kv.results.run_info import write_info
+from agentbench_kv.results.run_reader import RunReader
 from agentbench_kv.results.runs import load_runs
 from agentbench_kv.results.stats import Scores, change, holm, level
-from agentbench_kv.results.store import RunReader, RunStore
+from agentbench_kv.results.store import RunStore
 from agentbench_kv.results.summary import summarize
 from agentbench_kv.results.tables.model import Kind, Mark
 from agentbench_kv.results.tables.report import report_tables

@@ -6,8 +6,9 @@ import json
 
 import pytest
 
+from agentbench_kv.results.run_reader import RunReader
 from agentbench_kv.results.runs import load_runs
-from agentbench_kv.results.store import RunReader, RunStore
+from agentbench_kv.results.store import RunStore
 from agentbench_kv.results.summary import summarize
 from agentbench_kv.results.tables.costs import efficiency_tables, throughput_tables
 

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from agentbench_kv.cli import kvbench
 from agentbench_kv.environments import python_of
 from agentbench_kv.errors import PrerequisiteError, UsageError
-from agentbench_kv.results.store import RunReader
+from agentbench_kv.results.run_reader import RunReader
 
 TASK = "micro/recall-1k"
 

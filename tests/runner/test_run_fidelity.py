@@ -17,10 +17,11 @@ from agentbench_kv.errors import UsageError
 from agentbench_kv.methods.base import Phase
 from agentbench_kv.phases.tokens import TokenCodec, load_tokenizer
 from agentbench_kv.results.records import TrialStatus
+from agentbench_kv.results.run_reader import RunReader
 from agentbench_kv.results.runs import load_runs
 from agentbench_kv.results.site import build_site
 from agentbench_kv.results.site.tokenline import token_line
-from agentbench_kv.results.store import RunReader, RunStore
+from agentbench_kv.results.store import RunStore
 from agentbench_kv.run import fidelity, recordings
 from agentbench_kv.run.fidelity import one_run
 from agentbench_kv.run.recordings import record_gold, record_run

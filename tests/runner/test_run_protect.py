@@ -15,7 +15,7 @@ from agentbench_kv.engines.embedded.engine import EmbeddedEngine
 from agentbench_kv.engines.embedded.model import model_path
 from agentbench_kv.errors import UsageError
 from agentbench_kv.phases import PhaseTable, TokenCodec, load_tokenizer
-from agentbench_kv.results.store import RunReader
+from agentbench_kv.results.run_reader import RunReader
 from agentbench_kv.run.recordings import record_gold
 
 TASK = "micro/recall-1k"

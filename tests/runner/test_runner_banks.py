@@ -18,7 +18,7 @@ from agentbench_kv.engines.embedded.past import past_files
 from agentbench_kv.errors import PrerequisiteError, UsageError
 from agentbench_kv.methods.memory.files import _digest
 from agentbench_kv.results.records import TrialRecord
-from agentbench_kv.results.store import RunReader
+from agentbench_kv.results.run_reader import RunReader
 from agentbench_kv.run.engines import EngineShelf
 from agentbench_kv.run.memories import check_banks, open_banks
 from agentbench_kv.run.runner import run_all, run_one

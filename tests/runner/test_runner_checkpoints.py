@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from agentbench_kv.results.store import CHECKPOINTS, RunReader
+from agentbench_kv.results.run_reader import RunReader
+from agentbench_kv.results.store import CHECKPOINTS
 
 SCRIPT = Path(__file__).with_name("notebook.py")
 RUN = [

@@ -26,7 +26,8 @@ from agentbench_kv.errors import (
 )
 from agentbench_kv.results.records import TrialRecord, TrialStatus
 from agentbench_kv.results.run_info import RunStatus
-from agentbench_kv.results.store import RunReader, RunStore
+from agentbench_kv.results.run_reader import RunReader
+from agentbench_kv.results.store import RunStore
 from agentbench_kv.results.summary import build
 from agentbench_kv.run import runner
 from agentbench_kv.run.spec import RunSpec

@@ -20,7 +20,8 @@ from agentbench_kv.serving_bench.measurements import (
     serving_folders,
 )
 from agentbench_kv.serving_bench.summary import ServingSummary, summarize_serving
-from agentbench_kv.serving_bench.tables import DUMMY, serving_tables, summary_tables
+from agentbench_kv.serving_bench.table_notes import DUMMY
+from agentbench_kv.serving_bench.tables import serving_tables, summary_tables
 
 AGENTKV = ServingArm(name="agentkv 4096", method="agentkv", budget=4096, settings={"interval": 128})
 OTHER = AGENTKV.model_copy(update={"settings": {"interval": 8192, "trigger": "turn"}})

@@ -58,6 +58,11 @@ def test_a_grid_is_every_combination_without_what_is_excluded(file):
     assert {j.spec.limit for j in found} == {2}
 
 
+def test_what_is_left_to_be_chosen_can_be_excluded(file):
+    text = "runs: [{budget: 64, kv-dtype: [auto, int8]}]\nexclude: [{kv-dtype: auto}]"
+    assert [j.spec.kv_dtype for j in jobs_of(read_sweep(file(text)), {})] == ["int8"]
+
+
 def test_settings_are_axes_too(file):
     text = "runs: [{method: snapkv, budget: 64, limit: 1, set: {window: [8, 16], kernel: 3}}]"
     found = jobs_of(read_sweep(file(text)), {})

@@ -18,7 +18,8 @@ from agentbench_kv.engines.embedded.model import _load
 from agentbench_kv.errors import EngineGoneError, PrerequisiteError, UsageError
 from agentbench_kv.results import run_info, store
 from agentbench_kv.results.objects import FolderObjects
-from agentbench_kv.results.store import RunReader, RunStore
+from agentbench_kv.results.run_reader import RunReader
+from agentbench_kv.results.store import RunStore
 from agentbench_kv.run import runner, trial
 from agentbench_kv.run.spec import RunSpec, resolve
 from agentbench_kv.sweeps import place as places

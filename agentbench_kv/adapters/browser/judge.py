@@ -25,7 +25,7 @@ from agentbench_kv.adapters.browser.answers import unseal
 from agentbench_kv.errors import UsageError
 from agentbench_kv.results.files import json_bytes, write_atomic
 from agentbench_kv.results.records import TrialRecord
-from agentbench_kv.results.store import RunReader
+from agentbench_kv.results.run_reader import RunReader
 
 # Role of a browsing transcript's last entry: question, gold answer, what was judged.
 EVALUATION = "evaluation"

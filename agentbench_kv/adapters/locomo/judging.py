@@ -22,8 +22,8 @@ from agentbench_kv.adapters.locomo.disputed import CITATION
 from agentbench_kv.adapters.locomo.scoring import f1, normalised
 from agentbench_kv.errors import UsageError
 from agentbench_kv.results.files import json_bytes, write_atomic
+from agentbench_kv.results.run_reader import RunReader
 from agentbench_kv.results.stats import Interval, Scores, level
-from agentbench_kv.results.store import RunReader
 
 TASKS = ("locomo/qa", "probe/locomo")
 _FORM = """\

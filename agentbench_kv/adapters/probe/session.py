@@ -26,6 +26,12 @@ class ChatSession:
     cluster: str | None = None
 
     @property
+    def sha(self) -> str:
+        """The beginning of the SHA-256 of its messages and tools, in hex."""
+        said = json.dumps([self.messages, self.tools], sort_keys=True)
+        return hashlib.sha256(said.encode()).hexdigest()[:16]
+
+    @property
     def answers(self) -> list[int]:
         """Messages that the agent wrote; a greeting before the user's first words is a prompt.
 

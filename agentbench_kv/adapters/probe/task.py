@@ -103,14 +103,18 @@ class ProbeTask(Task):
         asked.sort(key=lambda each: each.rank)
         how = {"asked_in": self._asked_in(client)}
         scored = status is TrialStatus.SCORED
-        metrics = {**(_metrics(asked) if scored else self.nothing_right(sample)), **how}
+        metrics = {
+            **(_metrics(session, asked) if scored else self.nothing_right(sample)),
+            **how,
+        }
         transcript = {"session": session.id, "floor": self.floor, "probes": _documents(asked)}
         score = self.score_of(sample, metrics) if scored else None
         return Outcome(status, score, metrics, transcript, error, _facts(asked))
 
     def nothing_right(self, sample: Sample) -> Mapping[str, Metric]:
-        found: dict[str, Metric] = {}
-        for probe in self._asked_about(sample)[1]:
+        session, probes = self._asked_about(sample)
+        found: dict[str, Metric] = {"session_sha": session.sha}
+        for probe in probes:
             for name in ("contains", "exact", probe.phase):
                 found[f"{name}_right"] = 0
                 found[f"{name}_asked"] = int(str(found.get(f"{name}_asked", 0))) + 1
@@ -130,7 +134,7 @@ class ProbeTask(Task):
             for rank, each in zip(ranks, said, strict=True)
         ]
         whole = len(asked) == len(probes)
-        metrics = _metrics(asked) if whole else self.nothing_right(sample)
+        metrics = _metrics(session, asked) if whole else self.nothing_right(sample)
         return MarkedAnswers(
             self.score_of(sample, metrics) if whole else None,
             metrics,
@@ -290,8 +294,9 @@ def _marked(rank: int, probe: Probe, said: Mapping[str, Any], *, placed: bool) -
     )
 
 
-def _metrics(asked: Sequence[AskedProbe]) -> dict[str, Metric]:
-    counts: dict[str, Metric] = {}
+def _metrics(session: ChatSession, asked: Sequence[AskedProbe]) -> dict[str, Metric]:
+    # Runs over other sessions are not compared, also if the questions are the same.
+    counts: dict[str, Metric] = {"session_sha": session.sha}
 
     def count(name: str, right: bool) -> None:
         counts[f"{name}_right"] = int(str(counts.get(f"{name}_right", 0))) + right

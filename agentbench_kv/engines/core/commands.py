@@ -30,19 +30,28 @@ class CommandQueue:
         return len(self._waiting)
 
     def call(self, work: Callable[[], T], timeout: float | None = None) -> T:
-        """Wait until the owner has run `work`; return or raise what it did."""
+        """Wait until the owner has run `work`; return or raise what it did.
+
+        TimeoutError if it has not begun by then, and never will, or is still at it.
+        """
         done: Future[T] = Future()
         with self._lock:
             if self._closed is not None:
                 raise self._closed
             self._waiting.append((work, done))
         self._wake()
-        return done.result(timeout)
+        try:
+            return done.result(timeout)
+        except TimeoutError:
+            done.cancel()  # who is told that it was not done must not have it done later
+            raise
 
     def run(self) -> None:
         """Run what is waiting; on the owner's thread."""
         self._running = True
         for work, done in self._take():
+            if not done.set_running_or_notify_cancel():
+                continue
             try:
                 done.set_result(work())
             except BaseException as error:  # noqa: BLE001  handed to the caller, who raises it
@@ -54,7 +63,8 @@ class CommandQueue:
         with self._lock:
             self._closed = error
         for _, done in self._take():
-            done.set_exception(error)
+            if done.set_running_or_notify_cancel():
+                done.set_exception(error)
 
     def _take(self) -> list[_Command]:
         with self._lock:

@@ -1,8 +1,10 @@
-"""What is kept of past queries for a method: the last ones in rings, or what they attended to."""
+"""What is kept of past queries for a method: the last ones, in rings."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import isclose, sqrt
 
@@ -10,10 +12,10 @@ import torch
 from torch import Tensor
 
 from agentbench_kv.engines.core.prefixes import PREFIXES
-from agentbench_kv.engines.core.transfers import to_device, used_here
+from agentbench_kv.engines.core.transfers import to_device
 from agentbench_kv.errors import UsageError
-from agentbench_kv.kernels import attention_mass, ring_write
-from agentbench_kv.kernels.torch_backend import rotated, softmax_beside
+from agentbench_kv.kernels import ring_write
+from agentbench_kv.kernels.torch_backend import rotated
 from agentbench_kv.methods.base import Method, Phase, Queries, QueryKind, QueryPlan
 from agentbench_kv.methods.spans import SpanRange, within
 
@@ -81,7 +83,11 @@ def _nothing() -> None:
 
 
 class QueryBuffer:
-    """Rings of all sessions [layers, sessions · slots, q_heads, head_dim], for one scatter each."""
+    """Rings of all sessions [layers, sessions · slots, q_heads, head_dim], for one scatter each.
+
+    Reserved memory is all they take: beyond it, the rings that were longest out of use wait in the
+    host's memory. Without a reservation the buffer grows.
+    """
 
     def __init__(self, plan: QueryPlan, shape: RowShape) -> None:
         self.plan = plan
@@ -90,9 +96,12 @@ class QueryBuffer:
         self.interleaved = shape.interleaved
         self.rings = _RINGS.get(plan.kind, 0)
         self.per_session = self.rings * plan.size
-        # What has to be over before the vectors move: forwards that write them on another stream.
-        self.before_growth: Callable[[], None] = _nothing
+        # What has to be over before vectors move: forwards that write them on another stream.
+        self.before_moving: Callable[[], None] = _nothing
         self._free: list[int] = []
+        self._holders: OrderedDict[int, QueryStore] = OrderedDict()  # by place, last used last
+        self._planned: set[int] = set()  # places that the forward being planned writes
+        self._planning = self._reserved = False
         size = (shape.layers, 0, shape.q_heads, shape.head_dim)
         self._vectors = torch.zeros(size, dtype=shape.dtype, device=shape.device)
 
@@ -103,17 +112,45 @@ class QueryBuffer:
 
     def reserve(self, places: int) -> None:
         """Make room for that many sessions, before others take the memory."""
+        self._reserved = True
         if places > self.places:
             self._grow(places - self.places)
 
-    def take(self) -> int:
-        """Take a session's place; a full buffer grows by a few, as others have taken the rest."""
+    @contextmanager
+    def planning(self) -> Iterator[None]:
+        """Plan one forward: places whose slots have been given out do not change hands within."""
+        self._planning = True
+        try:
+            yield
+        finally:
+            self._planning = False
+            self._planned.clear()
+
+    def first_slot(self, place: int) -> int:
+        """Return a place's first slot, where the forward being planned writes."""
+        if self._planning:
+            self._planned.add(place)
+        return place * self.per_session
+
+    def use(self, place: int) -> None:
+        """Count a place as used now."""
+        self._holders.move_to_end(place)
+
+    def take(self, holder: QueryStore) -> int:
+        """Take a place for a session's rings."""
         if not self._free:
-            self._grow(max(4, self.places // 8))
-        return self._free.pop()
+            unplanned = (place for place in self._holders if place not in self._planned)
+            oldest = next(unplanned, None) if self._reserved else None
+            if oldest is None:
+                self._grow(max(4, self.places // 8))
+            else:
+                self._holders[oldest].put_aside()
+        place = self._free.pop()
+        self._holders[place] = holder
+        return place
 
     def _grow(self, more: int) -> None:
-        self.before_growth()
+        self.before_moving()
         places = self.places
         layers, _, heads, head_dim = self._vectors.shape
         extra = self._vectors.new_zeros(layers, more * self.per_session, heads, head_dim)
@@ -121,7 +158,19 @@ class QueryBuffer:
         self._free = [*range(places + more - 1, places - 1, -1), *self._free]
 
     def give_back(self, place: int) -> None:
+        del self._holders[place]
         self._free.append(place)
+
+    def to_host(self, place: int) -> Tensor:
+        """Copy a place's vectors to the host, which waits for them."""
+        self.before_moving()
+        first = place * self.per_session
+        return self._vectors[:, first : first + self.per_session].to("cpu", copy=True)
+
+    def from_host(self, place: int, vectors: Tensor) -> None:
+        self.before_moving()
+        first = place * self.per_session
+        self._vectors[:, first : first + self.per_session] = vectors.to(self.device)
 
     def write(self, layer: int, queries: Tensor, write: RingWrite) -> None:
         """Store one layer's queries [heads, packed rows, head_dim]."""
@@ -157,6 +206,7 @@ class QueryStore:
     def __init__(self, buffer: QueryBuffer) -> None:
         self._buffer = buffer
         self._place = -1
+        self._aside: Tensor | None = None  # the vectors, while others have the place
         self._seen = [0] * buffer.rings
         self._held: dict[int, tuple[int, Phase]] = {}
 
@@ -170,8 +220,6 @@ class QueryStore:
         size, rings = self._buffer.plan.size, self._buffer.rings
         if not rings:
             return [], []
-        if self._place < 0:
-            self._place = self._buffer.take()
         chosen: dict[int, int] = {}
         for offset, phase in enumerate(phases):
             ring = int(phase) if rings > 1 else 0
@@ -179,15 +227,16 @@ class QueryStore:
             self._seen[ring] += 1
             chosen[slot] = offset
             self._held[slot] = (first_position + offset, phase)
-        base = self._place * self._buffer.per_session
+        base = self._buffer.first_slot(self._here())
         return [first_row + offset for offset in chosen.values()], [base + slot for slot in chosen]
 
     def fork(self) -> QueryStore:
         """Return the rings of a session that goes on from here, as a copy."""
         twin = QueryStore(self._buffer)
-        if self._place >= 0:
-            twin._place = self._buffer.take()
-            self._buffer.copy(self._place, twin._place)
+        if self._held:
+            source = self._here()
+            twin._place = self._buffer.take(twin)
+            self._buffer.copy(source, twin._place)
         twin._seen, twin._held = self._seen.copy(), self._held.copy()
         return twin
 
@@ -197,64 +246,34 @@ class QueryStore:
         held = sorted((position, phase, slot) for slot, (position, phase) in self._held.items())
         columns = to_device(held, device).reshape(-1, 3)
         positions, phases, slots = columns.T.contiguous()
-        vectors = self._buffer.read(max(self._place, 0), slots)
+        vectors = self._buffer.read(self._here() if held else 0, slots)
         return [Queries(vectors[i], positions, phases) for i in range(layers)]
 
     def shift(self, by: int, frequencies: Tensor) -> None:
-        if self._place >= 0:
-            self._buffer.shift(self._place, by, frequencies)
+        if self._held:
+            self._buffer.shift(self._here(), by, frequencies)
+
+    def put_aside(self) -> None:
+        """Give the place back and keep the vectors in the host's memory until they are used."""
+        self._aside = self._buffer.to_host(self._place)
+        self._buffer.give_back(self._place)
+        self._place = -1
 
     def free(self) -> None:
         if self._place >= 0:
             self._buffer.give_back(self._place)
-            self._place = -1
+        self._place, self._aside = -1, None
 
-
-class AttentionSums:
-    """Sums of all sessions, [layers, kv_heads, capacity] of float32 each.
-
-    Serving engines do not keep attention probabilities, so every forward's are computed again from
-    its queries and the cached keys: exact, and slow on long contexts.
-    """
-
-    def __init__(self, layers: int, kv_heads: int, device: torch.device) -> None:
-        self._shape = (layers, kv_heads)
-        self._device = device
-        self._sums: dict[str, Tensor] = {}
-
-    def of(self, session: str, live: int) -> Tensor:
-        """Return the sums [layers, kv_heads, live] of a session's rows, to be read or written."""
-        sums = self._sums.get(session)
-        if sums is None or sums.shape[-1] < live:
-            grown = torch.zeros(*self._shape, max(256, 2 * live), device=self._device)
-            if sums is not None:
-                grown[:, :, : sums.shape[-1]] = sums
-            sums = self._sums[session] = grown
-        # Prefills and evictions, which are on two streams, both come here.
-        used_here(sums)
-        return sums[:, :, :live]
-
-    def add(
-        self,
-        session: str,
-        layer: int,
-        queries: Tensor,
-        keys: Tensor,
-        sinks: Tensor | None = None,
-    ) -> None:
-        """Add what a forward's queries [q_heads, n, head_dim] attend to; see `add_attention`."""
-        n, live = queries.shape[1], keys.shape[1]
-        sums = self.of(session, live)[layer]
-        sums[:, live - n :] = 0.0
-        add_attention(sums, queries, keys, sinks)
-
-    def fork(self, session: str, new: str) -> None:
-        """Copy a session's sums for another one: every forward adds to all of them."""
-        if session in self._sums:
-            self._sums[new] = self._sums[session].clone()
-
-    def drop(self, session: str) -> None:
-        self._sums.pop(session, None)
+    def _here(self) -> int:
+        """Return the place of the vectors, where they are brought if they have none."""
+        if self._place >= 0:
+            self._buffer.use(self._place)
+            return self._place
+        self._place = self._buffer.take(self)
+        if self._aside is not None:
+            self._buffer.from_host(self._place, self._aside)
+            self._aside = None
+        return self._place
 
 
 def span_attention(
@@ -290,41 +309,7 @@ def _mass(queries: Tensor, keys: Tensor, hidden: Tensor) -> Tensor:
     return mass
 
 
-MASS_BLOCK = 64  # queries whose attention probabilities exist at the same time
-
-
-def add_attention(sums: Tensor, queries: Tensor, keys: Tensor, sinks: Tensor | None = None) -> None:
-    """Add what queries [q_heads, n, head_dim] attend to to the sums [kv_heads, live] of the rows.
-
-    `keys` are [kv_heads, live, head_dim]; attention is causal, the last n rows are the queries'.
-    `sinks` [q_heads] are logits that each head's softmax has besides (gpt-oss).
-    """
-    live = keys.shape[1]
-    positions = torch.arange(live, device=keys.device)
-    first = live - queries.shape[1]
-    for block in torch.split(queries, MASS_BLOCK, 1):
-        seen_from = positions[first : first + block.shape[1]]
-        if sinks is None:
-            everywhere = positions.expand(keys.shape[0], -1)
-            mass = attention_mass(block, keys, query_positions=seen_from, key_positions=everywhere)
-            sums += mass * block.shape[1]
-        else:
-            hidden = positions > seen_from[:, None]
-            sums += _mass_beside(block, keys, hidden, sinks)
-        first += block.shape[1]
-
-
 def as_methods_see(queries: Tensor, scaling: float) -> Tensor:
     """Return queries [..., head_dim] whose logits are q·k/√d, where the model scales otherwise."""
     factor = scaling * sqrt(queries.shape[-1])
     return queries if isclose(factor, 1.0, rel_tol=1e-6) else queries * factor
-
-
-def _mass_beside(queries: Tensor, keys: Tensor, hidden: Tensor, sinks: Tensor) -> Tensor:
-    """Return what queries attend to beside sinks [kv_heads, live]: summed, mean over a group."""
-    heads, n, head_dim = queries.shape
-    grouped = queries.float().reshape(keys.shape[0], -1, head_dim)
-    logits = grouped @ keys.float().transpose(1, 2) * head_dim**-0.5
-    logits = logits.reshape(heads, n, -1).masked_fill(hidden, float("-inf"))
-    probabilities = softmax_beside(logits, sinks[:, None, None])
-    return probabilities.sum(1).reshape(keys.shape[0], -1, keys.shape[1]).mean(1)

@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from agentbench_kv.engines.core.attention_sums import AttentionSums
 from agentbench_kv.engines.core.ledger import EvictionOrder, PrefixEnd
 from agentbench_kv.engines.core.policy import BackendPolicy
 from agentbench_kv.engines.core.rings import (
-    AttentionSums,
     QueryBuffer,
     QueryStore,
     RingWrite,
@@ -174,7 +174,10 @@ class WorkerRows:
         return self._frequencies is not None
 
     def reserve(self, sessions: int) -> None:
-        """Take the memory of so many sessions' queries, and prefixes', before others do."""
+        """Take the memory of so many sessions' queries, and prefixes', before others do.
+
+        Queries of further sessions take none of the device's.
+        """
         self.rings.reserve(places_for(self.policy.method, sessions))
 
     def drop(self, session: str) -> None:
@@ -208,17 +211,18 @@ class WorkerRows:
         rows: list[int] = []
         slots: list[int] = []
         start = 0
-        for part in fed:
-            phases = self._label(part, prompts.get(part.session))
-            places: list[tuple[QueryStore, Sequence[Phase]]]
-            places = [(self._sessions[part.session].queries, phases)]
-            if left and part.session in left:
-                places.insert(0, self._leave(part, phases, left[part.session]))
-            for queries, read in places:
-                stored, where = queries.place(read, part.first_position, start)
-                rows += stored
-                slots += where
-            start += len(part.tokens)
+        with self.rings.planning():
+            for part in fed:
+                phases = self._label(part, prompts.get(part.session))
+                places: list[tuple[QueryStore, Sequence[Phase]]]
+                places = [(self._sessions[part.session].queries, phases)]
+                if left and part.session in left:
+                    places.insert(0, self._leave(part, phases, left[part.session]))
+                for queries, read in places:
+                    stored, where = queries.place(read, part.first_position, start)
+                    rows += stored
+                    slots += where
+                start += len(part.tokens)
         if not rows:
             return None
         device = self.shape.device
@@ -307,6 +311,7 @@ class WorkerRows:
     ) -> None:
         session, eviction = self._sessions[order.session], order.eviction
         session.kept, session.since = positions[:, :, : eviction.keep].clone(), eviction.logical
+        self.sums.shrink(order.session, eviction.keep)
         if self._frequencies is not None:
             rows = torch.arange(kept.shape[-1], device=kept.device)
             store.rotate(rows - kept, self._frequencies)

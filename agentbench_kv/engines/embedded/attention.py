@@ -16,12 +16,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from agentbench_kv.engines.core.rings import (
-    QueryBuffer,
-    RingWrite,
-    add_attention,
-    as_methods_see,
-)
+from agentbench_kv.engines.core.attention_sums import add_attention
+from agentbench_kv.engines.core.rings import QueryBuffer, RingWrite, as_methods_see
 from agentbench_kv.engines.embedded.architecture import LayerPlace
 from agentbench_kv.engines.embedded.cache import SessionCache, SharedPrefix
 from agentbench_kv.engines.embedded.observer import FedRows, Observer

@@ -277,7 +277,9 @@ class EmbeddedScheduler:
         """
         busy = {id(generation.session) for generation in self._running}
         rows, at_rest = self.prefixes.rows, dict[tuple[int, int], int]()
-        for other in self._sessions.values():
+        # One that was closed holds its rows until its generation has noticed.
+        closed = [each for each in self._leaving if id(each) in busy]
+        for other in (*self._sessions.values(), *closed):
             if other is session:
                 continue
             if id(other) in busy or other.cache.slot < 0:
@@ -301,7 +303,9 @@ class EmbeddedScheduler:
         """Fail the first waiting generation if nothing that could free memory will come."""
         if not self._waiting:
             return
-        stuck = {generation.session.name for generation in self._waiting}
+        # Whoever waits for what its fork says will free nothing before the fork has room.
+        waiting = [generation.session for generation in self._waiting]
+        stuck = {name for session in waiting for name in (session.name, *session.sources)}
         holders = {s.name for s in self._sessions.values() if s.reserved}
         if holders <= stuck:
             with self._isolated(self._waiting[0]):

@@ -100,6 +100,7 @@ class EmbeddedSession:
         self.packed_frequencies = pools.frequencies if method.positions == "cache" else None
         self.rope: list[int] = []  # RoPE position of every token seen, where they are logical
         self.reserved = 0  # rows it may come to hold, for the scheduler
+        self.sources: tuple[str, ...] = ()  # the session it was forked from, and that one's
         self.broken: BaseException | None = None
         self.memory: SessionMemory | None = None
         self.mark = object()  # tells its rows in a memory bank from others'
@@ -389,6 +390,7 @@ class EmbeddedSession:
         new.ledger = self.ledger.fork()
         new.pending, new.prompt_pending = self.pending.copy(), self.prompt_pending
         new.reserved = new.cache.length
+        new.sources = (self.name, *self.sources)
         new.memory = None if self.memory is None else self.memory.fork()
         return new
 

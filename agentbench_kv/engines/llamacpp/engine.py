@@ -32,7 +32,7 @@ from agentbench_kv.engines.serving.model_facts import ModelFacts
 from agentbench_kv.engines.serving.process import ControlError, Launch
 from agentbench_kv.engines.serving.refusals import refuse_method
 from agentbench_kv.engines.serving.session import ServingGeneration, ServingSession
-from agentbench_kv.engines.serving.transport import RequestError
+from agentbench_kv.engines.serving.transport import request_error
 from agentbench_kv.engines.serving.wire import EngineWire, GenerationRequest, stop_document
 from agentbench_kv.environments import process_env, python_of
 from agentbench_kv.environments.processors import free_threads
@@ -139,8 +139,8 @@ def _answer(line: bytes) -> dict[str, int] | None:
         error = document["error"]
         if error["kind"] == "CapacityError":
             raise CapacityError(error["message"])
-        refused = error["kind"] == "KVBenchError"
-        raise RequestError(f"{error['kind']}: {error['message']}", refused=refused)
+        refused = error["kind"] in ("KVBenchError", "UsageError")
+        raise request_error(f"{error['kind']}: {error['message']}", refused=refused)
     return document if "token" in document else None
 
 

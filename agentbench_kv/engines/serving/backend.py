@@ -11,7 +11,7 @@ from typing import TypeVar
 import httpx
 
 from agentbench_kv.engines.serving.process import BackendProcess, ControlClient
-from agentbench_kv.engines.serving.transport import RequestError
+from agentbench_kv.engines.serving.transport import RequestError, RequestFailedError
 from agentbench_kv.engines.serving.wire import EngineWire
 from agentbench_kv.errors import EngineGoneError, PrerequisiteError
 
@@ -68,7 +68,7 @@ class SupervisedBackend:
             try:
                 return work()
             except RequestError as error:
-                if error.refused or not self._is_gone(process):
+                if not isinstance(error, RequestFailedError) or not self._is_gone(process):
                     raise
             except (OSError, httpx.TransportError) as error:
                 if not self._is_gone(process):

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from agentbench_kv.errors import KVBenchError
+from agentbench_kv.errors import KVBenchError, SessionFailedError
 
 # A queue of prefills may come before the first token.
 _TIMEOUT = httpx.Timeout(30.0, read=3600.0)
@@ -43,11 +43,15 @@ def _close_sockets(error: BaseException) -> None:
 
 
 class RequestError(KVBenchError):
-    """The backend refused a request, or failed with it; the message is its own."""
+    """The backend read a request and refused it; the message is its own."""
 
-    def __init__(self, message: str, *, refused: bool = False) -> None:
-        super().__init__(message)
-        self.refused = refused  # it read the request and did not want it
+
+class RequestFailedError(RequestError, SessionFailedError):
+    """The backend failed with a request, which was as good as any."""
+
+
+def request_error(message: str, *, refused: bool) -> RequestError:
+    return RequestError(message) if refused else RequestFailedError(message)
 
 
 def post_events(client: httpx.Client, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -59,7 +63,7 @@ def post_events(client: httpx.Client, path: str, body: dict[str, Any]) -> Iterat
         if response.status_code != httpx.codes.OK:
             said = f"{response.status_code}: {response.read().decode(errors='replace')[:500]}"
             refused = response.status_code < httpx.codes.INTERNAL_SERVER_ERROR
-            raise RequestError(f"the backend answered {said}", refused=refused)
+            raise request_error(f"the backend answered {said}", refused=refused)
         for line in _lines(response.iter_bytes()):
             if not line.startswith(b"data:"):
                 continue
@@ -68,7 +72,7 @@ def post_events(client: httpx.Client, path: str, body: dict[str, Any]) -> Iterat
                 return
             event = _event(data)
             if "error" in event:
-                raise RequestError(f"the backend failed: {event['error']}")
+                raise RequestFailedError(f"the backend failed: {event['error']}")
             yield event
     # Or a server that dies in good order would end answers early.
     raise httpx.RemoteProtocolError("the answer broke off")

@@ -23,7 +23,7 @@ from agentbench_kv.engines.core.host import ALLOW_UNTESTED
 from agentbench_kv.engines.core.policy import VARIABLE, BackendPolicy
 from agentbench_kv.engines.serving.model_facts import ModelFacts
 from agentbench_kv.engines.serving.process import ControlClient, Launch, link_packages, listens
-from agentbench_kv.engines.serving.transport import LIMITS, RequestError
+from agentbench_kv.engines.serving.transport import LIMITS, RequestFailedError
 from agentbench_kv.environments import process_env, version_there
 from agentbench_kv.errors import KVBenchError, UsageError
 from agentbench_kv.methods.base import Method
@@ -130,7 +130,7 @@ class EngineWire(ABC):
             with closing(self.stream(ask)) as stream:
                 drawn = next(stream, None)
             if drawn is None:
-                raise RequestError("the backend drew no token")
+                raise RequestFailedError("the backend drew no token")
             if request.best is not None:
                 request.best.append(drawn)
                 yield given[place]

@@ -30,7 +30,7 @@ from agentbench_kv.engines.serving.refusals import (
     refuse_shortened,
     refuse_unshared,
 )
-from agentbench_kv.engines.serving.transport import RequestError, post_events
+from agentbench_kv.engines.serving.transport import post_events, request_error
 from agentbench_kv.engines.serving.wire import (
     EngineWire,
     GenerationRequest,
@@ -317,7 +317,7 @@ def _refuse_abort(event: dict[str, Any]) -> None:
     if reason.get("err_type") == CapacityError.__name__:
         raise CapacityError(message)
     # What it says of a grammar is the request's own, and no sign of its death.
-    raise RequestError(f"the backend gave up: {message}", refused="rammar" in message)
+    raise request_error(f"the backend gave up: {message}", refused="rammar" in message)
 
 
 def _unsupported(facts: ModelFacts, options: EngineOptions, *, gpu: bool) -> str:

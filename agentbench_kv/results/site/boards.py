@@ -85,7 +85,7 @@ def by_tier(board: Board) -> list[Contest]:
     shares = {id(entry): held(board, entry).share for entry in board.entries}
     for entry in board.entries:
         share = shares[id(entry)]
-        if entry.group.holds_less and share is not None:
+        if entry.group.holds_less and share is not None and not entry.group.first.foresees:
             # The last digits of two shares that are one must not decide.
             methods = tiers.setdefault(bisect_left(TIERS, round(share, 9)), {})
             methods.setdefault(entry.group.label, []).append(entry)

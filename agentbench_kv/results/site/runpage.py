@@ -17,9 +17,9 @@ from typing import Any
 from agentbench_kv.results.files import file_sha
 from agentbench_kv.results.lines import parse_lines
 from agentbench_kv.results.records import TrialRecord, TurnRecord
+from agentbench_kv.results.run_reader import RunReader, turns_by_index, turns_by_trial
 from agentbench_kv.results.runs import Problem, Run
 from agentbench_kv.results.site.charts import visible
-from agentbench_kv.results.store import RunReader, turns_by_index, turns_by_trial
 from agentbench_kv.results.tables.ledger import ledger_tables
 from agentbench_kv.results.transcripts import Segment, segments
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from agentbench_kv.results.records import TrialRecord
+from agentbench_kv.results.run_reader import RunReader
 from agentbench_kv.results.site.charts import visible
 from agentbench_kv.results.site.runpage import BOTTOM, LEFT, RIGHT, TOP, TimelineChart
-from agentbench_kv.results.store import RunReader
 
 KEY = "fidelity"  # in a transcript
 _LEAST = -5  # power of ten in nats

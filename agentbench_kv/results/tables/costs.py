@@ -134,7 +134,9 @@ def _costs(runs: Sequence[Run]) -> dict[Column, Value]:
         Column("logical", Unit.TOKENS): kv(lambda a: a.median_logical),
         Column("live / logical %", Unit.SHARE): kv(lambda a: a.live_over_logical),
         Column("mean decode KV", Unit.TOKENS): kv(lambda a: a.mean_decode_kv),
-        Column("KV read MB", Unit.MEGABYTES): kv(lambda a: a.bytes_read / 1e6, shared=True),
+        Column("KV read MB", Unit.MEGABYTES): kv(
+            lambda a: (a.bytes_read + a.auxiliary_bytes_read) / 1e6, shared=True
+        ),
         Column("prefilled", Unit.TOKENS): kv(lambda a: a.prefill_tokens, shared=True),
         **(common if _share(runs) else {}),
         Column("restored", Unit.TOKENS): kv(lambda a: a.restored, shared=True),

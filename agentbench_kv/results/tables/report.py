@@ -51,12 +51,15 @@ def curve_tables(runs: Sequence[Run]) -> list[Table]:
 
 def _of_board(board: Board, full: Entry) -> Iterator[Table]:
     points, left_out = [], []
-    for entry in board.entries:
+    for entry in board.placed:
         # A share is as many tokens as in the median run.
         tokens = round(median(run.tokens or 0 for run in entry.group.runs))
-        if entry.group.compressed and tokens:
-            points.append(Point(entry.group.label, tokens, entry.scores))
-        elif entry.group.compressed:
+        if tokens:
+            first = entry.group.first
+            lossless = not (first.remembers or first.spec.get("kv_dtype"))
+            evicted = board.fired(entry) > 0.5
+            points.append(Point(entry.group.label, tokens, entry.scores, lossless, evicted))
+        else:
             left_out.append(f"left out: {entry.group.name}, whose budget is no number of tokens")
     # How long a sample's session is that keeps everything.
     lengths = {sample: median(peaks) for sample, peaks in full.group.sizes("peak_live").items()}
@@ -70,6 +73,7 @@ def _of_board(board: Board, full: Entry) -> Iterator[Table]:
     )  # fmt: skip
     groups = f" in {summary.groups} groups" if summary.groups else ""
     notes = [f"{summary.samples} samples{groups}; full scores {100 * summary.full:.1f}%", *left_out]
+    notes += board.unplaced
     yield table(
         what=f"accuracy over budget, {number} samples", apart=("curves", str(number)),
         columns=_CURVES, rows=_curves(summary), notes=notes, legend=LEGEND,

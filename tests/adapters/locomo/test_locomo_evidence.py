@@ -17,7 +17,7 @@ from agentbench_kv.adapters.locomo.scoring import find_spec
 from agentbench_kv.adapters.locomo.task import LocomoQA, history
 from agentbench_kv.errors import UsageError
 from agentbench_kv.gateway.reports import TurnInfo
-from agentbench_kv.results.store import RunReader
+from agentbench_kv.results.run_reader import RunReader
 from agentbench_kv.run.ledger import ledger
 from agentbench_kv.run.runner import run_one
 from agentbench_kv.run.spec import RunSpec, resolve

@@ -11,7 +11,7 @@ from agentbench_kv.adapters.locomo.scoring import find_spec
 from agentbench_kv.engines.embedded.model import model_path
 from agentbench_kv.gateway.client import InProcessClient
 from agentbench_kv.phases.tokens import load_tokenizer
-from agentbench_kv.results.store import RunReader
+from agentbench_kv.results.run_reader import RunReader
 from agentbench_kv.results.summary import summarize
 from agentbench_kv.run.runner import run_one
 from agentbench_kv.run.spec import RunSpec, resolve

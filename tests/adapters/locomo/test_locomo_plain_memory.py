@@ -21,7 +21,8 @@ from agentbench_kv.environments import memory_probe
 from agentbench_kv.errors import PrerequisiteError
 from agentbench_kv.gateway.recall import _TITLE
 from agentbench_kv.memories import store
-from agentbench_kv.results.store import CHECKPOINTS, RunReader
+from agentbench_kv.results.run_reader import RunReader
+from agentbench_kv.results.store import CHECKPOINTS
 from agentbench_kv.results.summary import summarize
 from agentbench_kv.run.runner import run_one
 from agentbench_kv.run.spec import RunSpec, resolve

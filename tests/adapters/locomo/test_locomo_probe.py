@@ -13,7 +13,7 @@ from agentbench_kv.adapters.base import Reply, Sample, TrialContext
 from agentbench_kv.adapters.locomo.scoring import find_spec
 from agentbench_kv.adapters.locomo.task import history
 from agentbench_kv.adapters.probe.locomo import READ, ProbeLocomo
-from agentbench_kv.results.store import RunReader
+from agentbench_kv.results.run_reader import RunReader
 from agentbench_kv.run.runner import run_one
 from agentbench_kv.run.spec import RunSpec, resolve
 

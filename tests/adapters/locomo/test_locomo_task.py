@@ -9,7 +9,7 @@ from agentbench_kv.adapters.locomo.scoring import find_spec
 from agentbench_kv.adapters.locomo.task import CORRUPT, LocomoQA, ask, facts, history
 from agentbench_kv.errors import PrerequisiteError, UsageError
 from agentbench_kv.results.records import TrialStatus
-from agentbench_kv.results.store import RunReader
+from agentbench_kv.results.run_reader import RunReader
 from agentbench_kv.run.runner import run_one
 from agentbench_kv.run.spec import RunSpec
 

@@ -14,7 +14,7 @@ from agentbench_kv.adapters.micro.generate import PROFILES, generate, held_out_s
 from agentbench_kv.adapters.micro.memory import MicroMemory, asked, evidence_of, past_sessions
 from agentbench_kv.errors import UsageError
 from agentbench_kv.results.records import TrialRecord, TrialStatus
-from agentbench_kv.results.store import RunReader
+from agentbench_kv.results.run_reader import RunReader
 from agentbench_kv.results.summary import summarize
 from agentbench_kv.run.runner import run_one
 from agentbench_kv.run.spec import RunSpec, resolve

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,15 @@ def test_a_session_is_what_was_sent_and_answered() -> None:
     assert (use.name, use.arguments, use.message, use.result) == ("look", {"key": "<#7>"}, 2, 3)
     assert session.answers == [2, 4]  # not the greeting
     assert (session.tools, session.cluster) == (tuple(TOOLS), "group")
+
+
+def test_a_session_is_known_by_all_that_is_in_it() -> None:
+    session = gold_session(Benchmark(), Sample("a", "group"))
+    assert session is not None
+    longer = replace(session, messages=(*session.messages, {"role": "user", "content": "More?"}))
+    other = [longer, replace(session, tools=()), replace(session, messages=session.messages[1:])]
+    assert len({session.sha, *(each.sha for each in other)}) == 4
+    assert replace(session, id="b", cluster=None).sha == session.sha
 
 
 def test_what_does_not_come_to_its_end_is_no_session(monkeypatch: pytest.MonkeyPatch) -> None:

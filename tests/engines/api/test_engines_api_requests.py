@@ -165,6 +165,22 @@ def test_a_wrong_setup_ends_the_run_at_once(
     assert len(server.bodies) == 1
 
 
+@pytest.mark.parametrize("ends_run", [True, False])
+def test_a_clients_raw_completion_ends_a_run_and_no_server(
+    ends_run: bool, engine_for: EngineFor, chat: Chat
+) -> None:
+    gateway = gateway_of(engine_for())
+    gateway.ends_run = ends_run
+    with pytest.raises(UsageError, match="chat messages only"):
+        gateway.complete("s", "Once upon")
+    if ends_run:
+        with pytest.raises(UsageError):
+            gateway.check()
+    else:
+        gateway.check()
+        gateway.chat("t", chat("hi"))
+
+
 def test_a_bad_request_is_the_trials_own_once_others_were_right(
     server: Any, engine_for: EngineFor, chat: Chat
 ) -> None:

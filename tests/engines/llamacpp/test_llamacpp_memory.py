@@ -21,7 +21,7 @@ from agentbench_kv.errors import ContextLimitError, KVBenchError, MemoryLostErro
 from agentbench_kv.gateway.client import InProcessClient
 from agentbench_kv.phases import TokenPhases
 from agentbench_kv.registry import make_method
-from agentbench_kv.results.store import RunReader
+from agentbench_kv.results.run_reader import RunReader
 from agentbench_kv.run.engines import EngineShelf
 from agentbench_kv.run.runner import run_one
 from agentbench_kv.run.spec import RunSpec, resolve

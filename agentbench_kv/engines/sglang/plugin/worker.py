@@ -136,7 +136,7 @@ class DeviceWorker:
         self.rows = WorkerRows(policy, self.shape, self._frequencies)
         self.labels = policy.method.compresses
         self.keeps_queries = self.rows.rings.rings > 0 or self.rows.wants_sums
-        self.rows.rings.before_growth = self.wait_for_forward
+        self.rows.rings.before_moving = self.wait_for_forward
         if self.keeps_queries and self._staged is None:
             shape = self.shape
             size = (shape.layers, len(self.deficits), shape.q_heads, shape.head_dim)
