@@ -214,6 +214,35 @@ def test_what_never_fits_waits_for_nobody(make_engine: Any, start_session: Any) 
     assert len(list(engine.generate("small", Sampling(max_tokens=10)))) == 10
 
 
+@pytest.mark.parametrize("method", ["full", "snapkv", "h2o"])
+def test_a_cancelled_prompt_is_not_read_to_its_end(
+    method: str, make_engine: Any, start_session: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduling, "PREFILL_CHUNK", 16)
+    genuine, steps = scheduling.EmbeddedScheduler._step, list[int]()
+
+    def step(self: Any, batch: list[Any]) -> None:
+        genuine(self, batch)
+        steps.append(len(batch))
+        if len(steps) == 1:
+            batch[0].cancel()
+
+    monkeypatch.setattr(scheduling.EmbeddedScheduler, "_step", step)
+    engine = make_engine(None, method, None if method == "full" else 64, {})
+    start_session(engine, "a", prompt(1, 100))
+    generation = engine.generate("a", Sampling(max_tokens=10))
+    assert list(generation) == []
+    assert generation.finish_reason is FinishReason.CANCELLED
+    assert (len([n for n in steps if n]), engine.stats("a").prefill_tokens) == (1, 16)
+    more = prompt(2, 20)
+    engine.extend("a", more, [Phase.OTHERS] * len(more))
+    said = list(engine.generate("a", Sampling(max_tokens=150)))
+    start_session(engine, "whole", prompt(1, 100) + more)
+    assert list(engine.generate("whole", Sampling(max_tokens=150))) == said
+    found = [engine.stats(name).recorded() for name in ("a", "whole")]
+    assert found[0] | {"longest_prefill": 120} == found[1]
+
+
 def test_context_limit(tiny_model: Any, make_engine: Any, start_session: Any) -> None:
     engine = make_engine(tiny_model("qwen3", max_position_embeddings=64))
     start_session(engine, "a", prompt(1, 50))

@@ -334,6 +334,11 @@ class EmbeddedScheduler:
         for generation in [g for g in self._waiting if g.cancelled]:
             self._waiting.remove(generation)
             generation.finish(FinishReason.CANCELLED)
+        for generation in [g for g in self._running if g.cancelled and _reads_on(g)]:
+            # Nobody waits for the rest of the prompt; the next turn reads it first.
+            generation.session.put_off_prompt()
+            self._retire(generation)
+            generation.finish(FinishReason.CANCELLED)
 
     def _plan(self) -> list[EmbeddedGeneration]:
         """Choose the next forward's generations: all that decode, prefills while they fit."""
@@ -463,6 +468,13 @@ class EmbeddedScheduler:
             self._fail(generation, error)
         # An error that a device does not get over, such as an illegal access, fails this too.
         torch.zeros(1, device=self._model.shape.device).tolist()
+
+
+def _reads_on(generation: EmbeddedGeneration) -> bool:
+    """Whether there is more of its prompt than a chunk that it alone needs."""
+    session = generation.session
+    alone = session.memory is None and session.prefix_key is None and not generation.given
+    return alone and len(session.pending) > PREFILL_CHUNK
 
 
 def _described(error: BaseException) -> str:

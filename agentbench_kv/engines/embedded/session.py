@@ -165,6 +165,11 @@ class EmbeddedSession:
         self.ledger.begin_turn(self.prompt_pending, passes)
         self.prompt_pending = 0
 
+    def put_off_prompt(self) -> None:
+        """Leave what is still pending of the prompt to the next turn's."""
+        self.ledger.uncount_unread()
+        self.prompt_pending = len(self.pending)
+
     def name_prefix(self) -> None:
         """Say what a session that is about to begin has to share, if it begins so."""
         count, self.prefix_key = self.ledger.system, None
