@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from agentbench_kv.engines.core.rings import QueryBuffer, RowShape
+from agentbench_kv.engines.core.rings import QueryBuffer, QueryStore, RingWrite, RowShape
 from agentbench_kv.engines.embedded.model import model_path
 from agentbench_kv.engines.vllm.plugin.capture import QueryCapture
 from agentbench_kv.environments import python_of
@@ -37,7 +37,7 @@ from agentbench_kv.errors import KVBenchError
 from agentbench_kv.kernels import active_backend, dispatch
 from agentbench_kv.kernels.layout import PagedRows
 from agentbench_kv.kernels.torch_backend import TorchBackend
-from agentbench_kv.methods.base import QueryKind, QueryPlan
+from agentbench_kv.methods.base import Phase, QueryKind, QueryPlan
 from agentbench_kv.run.provenance import hardware
 from agentbench_kv.serving_bench.measurements import serving_folders
 
@@ -271,7 +271,29 @@ def check_graphs(_: float = 0.0) -> Outcome:
             said.append(f"FAILED static buffers do not hold the queries of replay {value:g}")
         if not bool((ring[slots] == value).all()) or bool((ring[0] != 0).any()):
             said.append(f"FAILED ring_write in a graph, replay {value:g}")
+    said += rings_put_aside("cuda")
     return Outcome("CUDA graphs", not said, said=said or ["buffers and rings follow replays"])
+
+
+def rings_put_aside(device: str) -> list[str]:
+    """Return what is wrong with the rings of three sessions where two have room on the device."""
+    shape = RowShape(2, 8, 2, 64, torch.bfloat16, torch.device(device))
+    rings = QueryBuffer(QueryPlan(QueryKind.RECENT, 4), shape)
+    rings.reserve(2)
+    stores = [QueryStore(rings) for _ in range(3)]
+    for number, store in enumerate(stores):
+        with rings.planning():
+            rows, slots = store.place([Phase.ACT] * 4, 0, 0)
+        write = RingWrite(*(torch.tensor(each, device=device) for each in (rows, slots)))
+        for layer in range(shape.layers):
+            queries = torch.full((8, 4, 64), number + 1.0, dtype=shape.dtype, device=device)
+            rings.write(layer, queries, write)
+    wrong = [
+        f"FAILED rings of session {number} are others after their way to the host and back"
+        for number, store in enumerate(stores)
+        if not all(bool((q.vectors == number + 1).all()) for q in store.layer_queries(2))
+    ]
+    return wrong + ["FAILED rings took more than was reserved"] * (rings.places != 2)
 
 
 def captured(step: Callable[[], None]) -> Any:

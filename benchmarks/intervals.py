@@ -2,7 +2,7 @@
 
     python benchmarks/intervals.py [--draws 4000] [--only levels,counts,changes,power,tables]
 
-Prints the tables of docs/results.md. `tests/results/test_results_stats_coverage.py` runs the same
+Prints the tables of docs/coverage.md. `tests/results/test_results_stats_coverage.py` runs the same
 functions with fewer draws. Everything is seeded; 4,000 draws take about half an hour on one core.
 """
 

@@ -10,7 +10,14 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from agentbench_kv.adapters.base import Outcome, Sample, Task, TrialContext
-from agentbench_kv.adapters.worker import Limits, TrialLimitError, WorkerError, WorkerPool
+from agentbench_kv.adapters.worker import (
+    Limits,
+    TrialLimitError,
+    WorkerDiedError,
+    WorkerError,
+    WorkerPool,
+    WorkerTimeoutError,
+)
 from agentbench_kv.errors import PrerequisiteError, UsageError
 from agentbench_kv.results.records import Metric, TrialStatus
 
@@ -87,8 +94,11 @@ class WorkerTask(Task):
         }
 
     def _call(self, command: str, args: Mapping[str, Any] | None = None) -> Any:
-        """Run a command that asks no agent."""
-        return self._pool().call(command, args, timeout=_LOCAL_COMMAND_S)
+        """Run a command that asks no agent, so that it is none's fault if there is no answer."""
+        try:
+            return self._pool().call(command, args, timeout=_LOCAL_COMMAND_S)
+        except WorkerTimeoutError as error:
+            raise WorkerDiedError(f"no answer to {command!r}: {error}") from error
 
     def _ask(self, command: str, args: Mapping[str, Any] | None = None) -> Any:
         """Run such a command outside of a trial; PrerequisiteError if there is no answer."""

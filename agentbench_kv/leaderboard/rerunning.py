@@ -25,7 +25,7 @@ from agentbench_kv.leaderboard.submitting import write_stored
 from agentbench_kv.results.files import file_sha
 from agentbench_kv.results.records import TrialRecord
 from agentbench_kv.results.run_reader import TrialKey
-from agentbench_kv.results.submissions import RERUNS, Rerun, reruns
+from agentbench_kv.results.submissions import RERUNS, Rerun, kept_name, reruns
 from agentbench_kv.run.calibration import recorded
 from agentbench_kv.run.provenance import hardware
 from agentbench_kv.run.runner import trial_setup
@@ -68,8 +68,9 @@ def rerun(
         machine=json.dumps(hardware(), sort_keys=True),
     )
     if leaderboard is not None:
-        number = len(reruns(leaderboard, outcome.records))
-        write_stored(leaderboard / RERUNS / f"{outcome.records[:16]}-{number:04d}.json", outcome)
+        about = outcome.run_id, outcome.records
+        number = len(reruns(leaderboard, *about))
+        write_stored(leaderboard / RERUNS / f"{kept_name(*about)}-{number:04d}.json", outcome)
     return outcome
 
 

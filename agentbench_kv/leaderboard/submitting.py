@@ -91,7 +91,8 @@ def add(
     added = Added()
     submission = (folder / evidence.MANIFEST).read_bytes()
     name = hashlib.sha256(submission).hexdigest()[:16]
-    _write(leaderboard / submissions.KEPT / f"{name}.json", submission)
+    if any(places.values()):
+        _write(leaderboard / submissions.KEPT / f"{name}.json", submission)
     for run in verdict.runs:
         target = places[run.run_id]
         if target is None:
@@ -109,6 +110,7 @@ def _place(folder: Path, leaderboard: Path, name: str) -> Path | None:
     source, first = folder / name, leaderboard / name
     found = evidence.hashes(source)
     if not first.exists():
+        _refuse_renamed(source, leaderboard)
         return first
     if not (first / "run.json").is_file():
         raise UsageError(f"{first} is no run; remove it or rename it")
@@ -127,18 +129,32 @@ def _place(folder: Path, leaderboard: Path, name: str) -> Path | None:
     return target
 
 
+def _refuse_renamed(source: Path, leaderboard: Path) -> None:
+    """Refuse a run that was measured under another name: another method, say."""
+    mine = _times(source)
+    for path in sorted(leaderboard.glob("*/run.json")):
+        both = mine & _times(path.parent)
+        if len(both) > 1 and 2 * len(both) > len(mine):
+            raise UsageError(
+                f"{source} has the times of {path.parent} in {len(both)} trials, which no two runs "
+                "have; name what was played as it was played"
+            )
+
+
 def _measured(path: Path) -> set[str | float]:
     """Return what two plays of the same run never have in common: the writer, the times."""
-    reader = RunReader(path)
-    times = {record.timing.e2e_s for record in reader.trials() if record.timing.e2e_s}
-    return {reader.info.owner, *times}
+    return {RunReader(path).info.owner, *_times(path)}
+
+
+def _times(path: Path) -> set[float]:
+    return {record.timing.e2e_s for record in RunReader(path).trials() if record.timing.e2e_s}
 
 
 def _upgrade(leaderboard: Path, run: RunVerdict, folder: Path) -> None:
     """Raise the label of a run that is there if it was checked further this time."""
-    path = _standing_path(leaderboard, file_sha(folder / run.run_id / "samples.jsonl"))
-    if path.is_file():
-        old = Standing.model_validate_json(path.read_bytes())
+    records = file_sha(folder / run.run_id / "samples.jsonl")
+    if found := submissions.standing_of(leaderboard, run.run_id, records):
+        path, old = found
         if list(Label).index(old.label) < list(Label).index(run.label):
             write_stored(path, old.model_copy(update={"label": run.label, "notes": run.notes}))
 
@@ -156,11 +172,8 @@ def _write_standing(
         notes=run.notes,
         replication=None if target == first else _replication(target, first, verdict, run),
     )
-    write_stored(_standing_path(leaderboard, records), standing)
-
-
-def _standing_path(leaderboard: Path, records: str) -> Path:
-    return leaderboard / submissions.STANDINGS / f"{records[:16]}.json"
+    file = f"{submissions.kept_name(run.run_id, records)}.json"
+    write_stored(leaderboard / submissions.STANDINGS / file, standing)
 
 
 def _replication(

@@ -289,10 +289,9 @@ def _without_drift(runs: Sequence[Run]) -> tuple[list[Run], list[tuple[Run, str]
     Where runs of `full` have several, those that most methods had.
     """
     everybody = _votes(runs)
-    votes = everybody | _votes(run for run in runs if not run.compressed)
-    votes |= _votes(run for run in runs if run.method in UNCOMPRESSED)
+    votes = everybody | _votes(run for run in runs if run.method in UNCOMPRESSED)
     right = {
-        key: max(found, key=lambda prompt: (len(found[prompt]), len(everybody[key][prompt])))
+        key: max(found, key=lambda prompt: (len(everybody[key][prompt]), len(found[prompt])))
         for key, found in votes.items()
     }
     sound, drifted = [], []

@@ -7,8 +7,10 @@ nothing is taken from a submitter's files. The checks themselves are in `agentbe
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections.abc import Iterator
 from enum import StrEnum
+from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
@@ -107,17 +109,20 @@ S = TypeVar("S", bound=_Stored)
 
 
 def submissions(leaderboard: Path) -> dict[str, Manifest]:
-    """Return the manifest of each run that was added to a leaderboard's folder, if it is one."""
-    beside = {
+    """Return the manifest that each run of a leaderboard's folder was added with.
+
+    One that only lists a run which was there already is not that.
+    """
+    added = {
         (standing.run_id, standing.submission)
         for _, standing in _read(leaderboard / STANDINGS, Standing)
-        if standing.replication
+        if standing.replication is None
     }
     return {
         run.run_id: manifest
         for path, manifest in _read(leaderboard / KEPT, Manifest)
         for run in manifest.runs
-        if (run.run_id, path.stem) not in beside
+        if (run.run_id, path.stem) in added
     }
 
 
@@ -144,13 +149,37 @@ def standings(leaderboard: Path) -> Iterator[Standing]:
             yield standing
 
 
-def reruns(leaderboard: Path, records: str) -> list[Rerun]:
-    return [each for _, each in _read(leaderboard / RERUNS, Rerun) if each.records == records]
+def kept_name(run_id: str, records: str) -> str:
+    """Return how a file is called that is about these records of this run."""
+    # The same records may stand under another method, whose run that is not.
+    return hashlib.sha256(f"{run_id}/{records}".encode()).hexdigest()[:16]
+
+
+def reruns(leaderboard: Path, run_id: str, records: str) -> list[Rerun]:
+    """Return the reruns of a run with these records, the last one last."""
+    found = [
+        (path.stem.rpartition("-")[2], each)
+        for path, each in _read(leaderboard / RERUNS, Rerun)
+        if (each.run_id, each.records) == (run_id, records)
+    ]
+    return [each for _, each in sorted(found, key=itemgetter(0))]
+
+
+def standing_of(leaderboard: Path, run_id: str, records: str) -> tuple[Path, Standing] | None:
+    """Return what the keeper found of a run with these records, and the file it is in."""
+    return next(
+        (
+            (path, each)
+            for path, each in _read(leaderboard / STANDINGS, Standing)
+            if (each.run_id, each.records) == (run_id, records)
+        ),
+        None,
+    )
 
 
 def _label(leaderboard: Path, standing: Standing) -> Label:
     """Return the standing's label, or `re-run` if the last rerun confirmed the records."""
-    last = reruns(leaderboard, standing.records)[-1:]
+    last = reruns(leaderboard, standing.run_id, standing.records)[-1:]
     return Label.RERUN if last and last[0].confirms else standing.label
 
 

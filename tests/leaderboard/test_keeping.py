@@ -23,9 +23,16 @@ from agentbench_kv.leaderboard import add, pack, rerun, validate
 from agentbench_kv.leaderboard.evidence import MANIFEST, RunEvidence, read_run
 from agentbench_kv.leaderboard.identity import check_spec, unfit
 from agentbench_kv.leaderboard.replay import RecordedEngine
+from agentbench_kv.results.run_names import prefix_parts, run_id
 from agentbench_kv.results.run_reader import RunReader
 from agentbench_kv.results.runs import load_runs
-from agentbench_kv.results.submissions import Label, labels, replications, submissions
+from agentbench_kv.results.submissions import (
+    Label,
+    Standing,
+    labels,
+    replications,
+    submissions,
+)
 from agentbench_kv.run.runner import run_one
 from agentbench_kv.run.spec import RunSpec, resolve
 from agentbench_kv.run.trial import sample_key
@@ -106,6 +113,47 @@ def test_an_edited_copy_is_no_replication(
     with pytest.raises(UsageError, match="is an edited copy of"):
         add(second, board)
     assert replications(board) == {}
+
+
+def test_what_one_method_played_is_not_anothers(
+    honest: dict[str, Path], copied: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """No record names its run: a copy under a plug-in's name took label and rerun of the first."""
+    board = tmp_path / "board"
+    add(packed(honest["agentkv"], tmp_path / "first"), board)
+    copy = copied("agentkv")
+    info = json.loads((copy / "run.json").read_text())
+    info["spec"]["method"] = "mine"
+    info["run_id"] = run_id(prefix_parts(info["spec"]), info["spec"])
+    (copy / "run.json").write_text(json.dumps(info))
+    renamed = copy.rename(copy.with_name(info["run_id"]))
+    with pytest.raises(UsageError, match=r"has the times of .* in 4 trials"):
+        add(packed(renamed, tmp_path / "second", who="Mallory"), board)
+    assert labels(board) == {honest["agentkv"].name: Label.RESCORED}
+
+
+def test_a_label_and_a_rerun_are_of_one_run(honest: dict[str, Path], tmp_path: Path) -> None:
+    board = tmp_path / "board"
+    add(packed(honest["agentkv"], tmp_path / "out"), board)
+    name = honest["agentkv"].name
+    rerun(evidence_of(tmp_path / "out" / name), 1, 7, leaderboard=board)
+    (path,) = (board / "submissions" / "checked").glob("*.json")
+    known = Standing.model_validate_json(path.read_bytes())
+    shutil.copytree(board / name, board / "mine-0123456789")
+    other = known.model_copy(update={"run_id": "mine-0123456789"})
+    path.with_name("other.json").write_text(other.model_dump_json())
+    assert labels(board) == {name: Label.RERUN, "mine-0123456789": Label.RESCORED}
+
+
+def test_who_submits_what_is_there_does_not_own_it(honest: dict[str, Path], tmp_path: Path) -> None:
+    """Of two manifests that list a run, the one whose hash sorts last had it."""
+    board, name = tmp_path / "board", honest["gold"].name
+    add(packed(honest["gold"], tmp_path / "first"), board)
+    for number in range(4):
+        thief = packed(honest["gold"], tmp_path / f"thief{number}", who=f"Mallory {number}")
+        assert add(thief, board).new == []
+    assert submissions(board)[name].who == "Ann"
+    assert len(list((board / "submissions").glob("*.json"))) == 1
 
 
 def test_another_folder_of_that_name_is_not_replaced(

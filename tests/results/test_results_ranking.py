@@ -353,6 +353,17 @@ def test_runs_without_a_budget_throw_nobody_off(make: Make, forged: Sequence[str
     assert {entry.group.method for entry in board.entries} == {"full", "rkv", "h2o"}
 
 
+def test_two_runs_of_the_whole_cache_throw_nobody_off(make: Make) -> None:
+    """`full` at another concurrency, and `full-constrained`, both of somebody's own making."""
+    make("f1", NAMES, method="full", budget=None, prompt="other ", concurrency=2)
+    make("f2", NAMES, method="full-constrained", budget=None, prompt="other ")
+    make("full", NAMES[:50], method="full", budget=None)
+    make("a", NAMES[:30], method="rkv")
+    folder = make("b", NAMES[:40], method="h2o")
+    (board,) = boards(loaded(folder))
+    assert {run.run_id for run, _ in board.out} == {"f1", "f2"}
+
+
 def test_a_board_of_scores_has_no_distances(make: Make) -> None:
     """Also beside a run that is on no board: the page of a task was one of fidelity's."""
     make("a", NAMES[:30], method="rkv")

@@ -1,7 +1,7 @@
 """How often intervals and verdicts are wrong, simulated: `benchmarks/intervals.py`, in short form.
 
 Seeds are fixed, so a figure changes only with the statistics. The long form's figures are in
-docs/results.md.
+docs/coverage.md.
 """
 
 from __future__ import annotations

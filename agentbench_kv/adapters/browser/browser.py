@@ -133,6 +133,8 @@ class Browser:
         if id == -1:
             return self._push(page, max(loc, 0), num_lines)
         if not 0 <= id < len(page.links):
+            if (number := self.corpus.number(str(id))) is not None:  # its name is a number
+                return self._open(_Link(number), loc, num_lines)
             last = len(page.links) - 1
             there = f"its links are 0 to {last}" if page.links else "it has none"
             raise BrowserError(f"no link {id} on that page: {there}")

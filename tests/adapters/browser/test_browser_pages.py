@@ -11,7 +11,7 @@ from agentbench_kv.adapters.browser.browser import (
     call_tool,
     estimate_tokens,
 )
-from agentbench_kv.adapters.browser.corpus import Corpus, lines_of
+from agentbench_kv.adapters.browser.corpus import Corpus, Document, lines_of
 
 
 def test_each_call_pushes_one_page(corpus: Corpus) -> None:
@@ -82,6 +82,17 @@ def test_find_goes_over_line_breaks_and_links_lead_to_the_line(corpus: Corpus) -
     view = browser.open(0)
     assert view.text.endswith("\n\nL399: Paragraph 399 speaks of river number 399.")
     assert "No match." in browser.find("zebra").text
+
+
+def test_a_name_that_is_a_number_is_opened_where_no_link_has_it(corpus: Corpus) -> None:
+    """BrowseComp-Plus names its documents by numbers, which models pass as numbers."""
+    del corpus  # skips without the extra
+    made = [Document("5412", "5412", "Herons", "A heron."), Document("1", "1", "Otters", "Otter.")]
+    browser = Browser(Corpus.from_documents(made, "two", synthetic=True))
+    browser.search("otter heron")
+    assert "A heron." in browser.open(5412).text
+    with pytest.raises(BrowserError, match="no link 77 on that page"):
+        browser.open(77, cursor=0)
 
 
 def test_pages_stay_where_they_were(corpus: Corpus) -> None:

@@ -860,8 +860,10 @@ def check_hanging_up_ends_a_chunk() -> Any:
         readers.start(name, tokens, known)
         readers.ended(name)
     same = readers.said["a"] == readers.said["b"] == readers.said["other"]
+    accounts = [readers.scheduler.sessions[name].stats().recorded() for name in ("a", "b", "other")]
+    read = [(each["prefill_tokens"], each["bytes_read"]) for each in accounts]
     return found | {"told": [b"".join(each).decode() for each in told], "same": same,
-                    "tokens": len(readers.said["other"]) - 1}  # fmt: skip
+                    "tokens": len(readers.said["other"]) - 1, "read": read}  # fmt: skip
 
 
 def fed_by_step(**prompts: list[int]) -> dict[str, list[int]]:

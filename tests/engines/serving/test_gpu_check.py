@@ -121,6 +121,13 @@ def test_where_positions_are_twice_rows_are_chosen_once_and_none_below_the_last(
     assert gpu_check._top_apart(wrong, sound, *words) > 0
 
 
+def test_rings_that_come_back_changed_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert gpu_check.rings_put_aside("cpu") == []
+    monkeypatch.setattr(gpu_check.QueryBuffer, "from_host", lambda *_: None)
+    (found,) = gpu_check.rings_put_aside("cpu")[:1]
+    assert found.startswith("FAILED rings of session 0")
+
+
 def test_without_compiled_kernels_the_check_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     fallen_back = SimpleNamespace(name="torch", about="in place of cuda kernels: no nvcc")
     monkeypatch.setattr(gpu_check, "active_backend", lambda _device: fallen_back)

@@ -87,10 +87,12 @@ class BatchScheduler:
             self._match(session, request["known"])
             session.tokens += request["tokens"]
             session.prompt = PromptPhases(**request["phases"])
-            # After a loss the whole session is one prefill, with what was never read of the last.
+            # With what was never read of a prompt whose reader hung up; after a loss, all of it.
             if not session.ledger.fed:
                 session.ledger.uncount_unread()
-            session.begin_turn(len(request["tokens"]) if session.ledger.fed else session.pending)
+            again = session.looking and session.ledger.fed
+            fresh = len(request["tokens"]) if again else session.pending - session.ledger.unfed
+            session.begin_turn(fresh)
             self.prefixes.plan(session)
             given = deque(request["given"])
             wants = request["predict"]
@@ -100,7 +102,8 @@ class BatchScheduler:
 
     def _match(self, session: BackendSession, known: int) -> None:
         """Forget what a cancelled generation made after the last token that its caller saw."""
-        if session.ledger.fed > known:
+        unwanted = len(session.tokens) > known
+        if session.ledger.fed > known or (unwanted and not session.ledger.take_back()):
             self.worker.drop(session.name)
             session.lose()
         del session.tokens[known:]
@@ -268,11 +271,19 @@ class BatchScheduler:
                 self._end(generation)
 
     def _end(self, generation: BackendGeneration) -> None:
+        """End a generation that nobody reads any more."""
+        session = generation.session
+        # Of memories that have yet to be asked, the second reading counts it.
+        if session.pending > session.ledger.unfed and not session.looking:
+            session.ledger.uncount_unread()
         if generation in self._running:
-            self._finish(generation)
+            try:
+                self._finish(generation)
+            except Exception as error:  # noqa: BLE001  the others go on
+                self._break([generation], error)
         else:
             self._waiting.remove(generation)
-            self.prefixes.give_up(generation.session)
+            self.prefixes.give_up(session)
             generation.stream.end()
 
     def _plan(self) -> list[BackendGeneration]:
