@@ -860,10 +860,38 @@ def check_hanging_up_ends_a_chunk() -> Any:
         readers.start(name, tokens, known)
         readers.ended(name)
     same = readers.said["a"] == readers.said["b"] == readers.said["other"]
-    accounts = [readers.scheduler.sessions[name].stats().recorded() for name in ("a", "b", "other")]
-    read = [(each["prefill_tokens"], each["bytes_read"]) for each in accounts]
     return found | {"told": [b"".join(each).decode() for each in told], "same": same,
-                    "tokens": len(readers.said["other"]) - 1, "read": read}  # fmt: skip
+                    "tokens": len(readers.said["other"]) - 1}  # fmt: skip
+
+
+def check_a_prompt_that_was_cut_off_is_counted_once() -> Any:
+    """Its reader hangs up in the second of three chunks and asks again, without another token."""
+    watch = Holding()
+    readers = Readers(watch)
+    context, steps = readers.scheduler.context, []
+    decode = context.decode
+
+    def noted(batch: DecodeBatch) -> torch.Tensor:
+        steps.append(len(batch.tokens))
+        watch.holds = len(steps) == 2
+        return decode(batch)
+
+    context.decode = noted
+    readers.start("cut", TEXT * 3)
+    held = watch.within.wait(LONG)
+    readers.hang_up("cut")
+    ended = readers.ended("cut")
+    sessions = readers.scheduler.sessions
+    first = sessions["cut"].stats().prefill_tokens
+    for name, tokens, known in (("cut", [], 3 * len(TEXT)), ("other", TEXT * 3, 0)):
+        readers.start(name, tokens, known)
+        ended = readers.ended(name) and ended
+    read = [
+        (stats.prefill_tokens, stats.bytes_read, stats.decode_tokens)
+        for stats in (sessions[name].stats() for name in ("cut", "other"))
+    ]
+    same = readers.said["cut"] == readers.said["other"]
+    return {"held": held, "ended": ended, "first": first, "read": read, "same": same}
 
 
 def fed_by_step(**prompts: list[int]) -> dict[str, list[int]]:

@@ -269,10 +269,15 @@ def test_a_chunk_ends_when_everybody_in_it_has_hung_up(checks: dict[str, Any]) -
     assert found["ended"]
     assert set(found["told"]) == {'{"done": true}\n'}
     assert (found["same"], found["tokens"]) == (True, 8)
-    # What was asked again was read as a prompt, and counted once.
-    first, second, other = map(tuple, found["read"])
-    assert first == second == other
-    assert other[0] == 400
+
+
+def test_a_prompt_that_was_cut_off_goes_on_as_a_prompt(checks: dict[str, Any]) -> None:
+    found = checks["a_prompt_that_was_cut_off_is_counted_once"]
+    assert (found["held"], found["ended"], found["same"]) == (True, True, True)
+    assert found["first"] == 512
+    cut, other = found["read"]
+    assert cut == other
+    assert other[0] == 1200
 
 
 def test_of_prompts_longer_than_a_chunk_one_is_read_at_a_time(checks: dict[str, Any]) -> None:
