@@ -4,11 +4,11 @@ Import from the modules: this package imports nothing, so that adapters can use
 `results.records` without loading pandas or scipy. Where to find what:
 
 writing a run
-    `records` (of a trial and of a turn), `store` (the run's folder), `run_info` (its `run.json`),
-    `files`, `lines` (files of a record a line), `objects` (what many processes share).
+    `records` (of a trial and of a turn), `store` (the run's folder), `run_names`, `run_info` (its
+    `run.json`), `files`, `lines` (files of a record a line), `objects` (what many processes share).
 reading runs
-    `store` (one run's records), `summary` (its figures), `validity` (whether they count), `notes`
-    (what else to know), `runs` (runs and groups of them as everybody reads them), `frame`
+    `run_reader` (one run's records), `summary` (its figures), `validity` (whether they count),
+    `notes` (what else to know), `runs` (runs and groups of them as everybody reads them), `frame`
     (`load_results`), `export`, `trackers`, `index` (`ls runs`), `show` with `timeline` and
     `transcripts`, `terminal`.
 statistics

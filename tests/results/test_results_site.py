@@ -173,9 +173,17 @@ def test_whose_run_it_is_stands_in_the_list_and_on_its_page(site_runs, tmp_path)
         "runs": [{"run_id": "agentkv-200", "sha256": {}}],
     }
     (runs / "submissions" / "one.json").write_text(json.dumps(manifest))
+    standing = {"run_id": "agentkv-200", "submission": "one", "records": "0" * 64, "notes": []}
+    (runs / "submissions" / "checked").mkdir()
+    (runs / "submissions" / "checked" / "one.json").write_text(
+        json.dumps(standing | {"label": "self-reported"})
+    )
+    # Whoever only lists a run does not own it.
+    (runs / "submissions" / "two.json").write_text(json.dumps(manifest | {"who": "Mallory"}))
     folder = build_site(*load_runs([runs]), tmp_path / "site").parent
     listed = Page(folder / "tasks" / "micro_recall-1k.html").text
     assert listed.count("Ann <b>Author") == 1
+    assert "Mallory" not in listed
     page = Page(folder / "runs" / "agentkv-200.html")
     assert "Ann <b>Author" in page.text
     assert "https://example.org/paper" in page.links

@@ -350,6 +350,7 @@ def equal_board(rng, shape):
         group = SimpleNamespace(
             label=label, budget=budget, compressed=budget is not None, method=label, runs=(),
             name=f"{label} at {budget}", repeated=0, triggered=set(scores.parts),
+            first=SimpleNamespace(foresees=False), fired=lambda _: 1.0,
         )  # fmt: skip
         return Entry(group, scores, level(scores))
 
